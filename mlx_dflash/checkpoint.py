@@ -1,0 +1,130 @@
+"""What is in a model folder, read from headers alone, and whether its files are whole.
+
+Knows safetensors and config.json; nothing of families, drafters or arrays. Everything wrong ends in a CheckpointError
+that names the file and the remedy.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+
+from .errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+HEADER_LIMIT = 100_000_000  # the safetensors format's own limit on its JSON header, bytes
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose weight files are present and whole.
+
+    folder: where it lies; config: config.json; shapes: tensor name -> shape, of all weight files.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    files: list[Path]
+
+    @property
+    def is_drafter(self) -> bool:
+        """DFlash drafters say `model_type: qwen3`; the context projection and the missing embedding tell them apart."""
+        names = {n.removeprefix("model.") for n in self.shapes}
+        return "fc.weight" in names and "hidden_norm.weight" in names and "embed_tokens.weight" not in names
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Check a folder's config and weight files without loading a tensor."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors")
+    config = read_json(folder / "config.json")
+    files = weight_files(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes |= read_header(file)
+    return Checkpoint(folder, config, shapes, files)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The shards that the index names, or the folder's *.safetensors files where there is no index."""
+    if (folder / INDEX).exists():
+        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        if missing := [n for n in names if not (folder / n).exists()]:
+            raise CheckpointError(f"{folder} lacks the shard {missing[0]} that {INDEX} names; download it again")
+        return [folder / n for n in names]
+    if not (files := sorted(folder.glob("model*.safetensors"))):
+        adapter = " (it holds a LoRA adapter; fuse it into its base model first)"
+        hint = adapter if (folder / "adapter_config.json").exists() else ""
+        raise CheckpointError(f"{folder} has no model*.safetensors file{hint}")
+    return files
+
+
+def read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor shapes of one safetensors file, after holding its size against what the header promises."""
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        head = f.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else HEADER_LIMIT + 1
+        if length > min(size - 8, HEADER_LIMIT):
+            raise CheckpointError(f"{file} is cut or no safetensors file ({size} bytes); download it again")
+        try:
+            header = json.loads(f.read(length))
+        except ValueError as e:
+            raise CheckpointError(f"{file} has a damaged header ({e}); download it again") from e
+    header.pop("__metadata__", None)
+    promised = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+    if size != promised:
+        raise CheckpointError(f"{file} has {size} bytes, its header promises {promised}; download it again")
+    return {name: tuple(t["shape"]) for name, t in header.items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise CheckpointError(f"{path.parent} has no {path.name}; give a complete model folder")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not valid JSON ({e}); download it again") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object; download it again")
+    return value
+
+
+def hold_in_fp32(model: nn.Module) -> None:
+    """Replace quantized modules by plain ones of the same values and widen all other floats to fp32.
+
+    MLX's CPU backend runs quantized layers on 16-bit activations 8 to 40 times slower than fp32, and accumulates
+    bf16 in bf16. Scales and biases are widened first, so ``scale * q + bias`` is not rounded to their 16 bits.
+    """
+
+    def plain(_: str, module: nn.Module) -> nn.Module:
+        if not isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+            return module
+        biases = module.get("biases")
+        affine = module.mode == "affine"
+        weight = mx.dequantize(
+            module.weight,
+            module.scales.astype(mx.float32) if affine else module.scales,
+            biases.astype(mx.float32) if biases is not None else None,
+            group_size=module.group_size,
+            bits=module.bits,
+            mode=module.mode,
+        ).astype(mx.float32)
+        if isinstance(module, nn.QuantizedEmbedding):
+            out: nn.Module = nn.Embedding(1, 1)
+        else:
+            out = nn.Linear(1, 1, bias="bias" in module)
+            if "bias" in module:
+                out.bias = module.bias
+        out.weight = weight
+        return out
+
+    leaves = tree_map_with_path(plain, model.leaf_modules(), is_leaf=nn.Module.is_module)
+    model.update_modules(leaves)
+    model.set_dtype(mx.float32)

