@@ -1,9 +1,9 @@
 """DFlash speculative decoding for Apple silicon, on MLX: a model answers faster and says the same.
 
-    from mlx_dflash import load, load_drafter, generate
-    model, tokenizer = load("demo")
-    drafter = load_drafter("demo", model)
-    result = generate(model, tokenizer, [{"role": "user", "content": "Hello!"}], draft_model=drafter)
+from mlx_dflash import load, load_drafter, generate
+model, tokenizer = load("demo")
+drafter = load_drafter("demo", model)
+result = generate(model, tokenizer, [{"role": "user", "content": "Hello!"}], draft_model=drafter)
 """
 
 from .api import (

@@ -32,8 +32,8 @@ class GenerationResponse:
     """One emitted token (the fields of mlx-lm's GenerationResponse, and stats on the last one).
 
     text: what this token added, perhaps nothing. from_draft: the drafter proposed it and the target chose it too.
-    prompt_tps, generation_tps: tokens/s so far. peak_memory: GB. finish_reason: 'stop', 'length', or None before the
-    last. logprobs: None; they are not computed yet.
+    prompt_tps, generation_tps: tokens/s so far. peak_memory: GB. finish_reason: 'stop', 'length' or
+    'interrupted', None before the last. logprobs: None; they are not computed yet.
     """
 
     text: str
@@ -93,14 +93,15 @@ def stream_generate(
     profile: bool = False,
     prefill_step_size: int = 2048,
     prompt_progress_callback: Progress | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
     **unsupported: Any,
 ) -> Iterator[GenerationResponse]:
     """Generate from a prompt (text as is, token ids, or chat messages), one response a token.
 
     draft_model None decodes plainly. block_size: rows verified in a round, anchor included (1 = plain), or "auto".
-    max_tokens -1 means no limit. stop: strings or token ids, beside the model's own stop ids. profile times draft and
-    verify apart, at a cost. Raises, before anything runs, RequestError for a bad option and UnsupportedError for one
-    of mlx-lm's that this version does not have.
+    max_tokens -1 means no limit. stop: strings or token ids, beside the model's own stop ids. interrupted: asked after
+    every round; True ends the text there. profile times draft and verify apart, at a cost. Raises, before anything
+    runs, RequestError for a bad option and UnsupportedError for one of mlx-lm's that this version does not have.
     """
     for name, value in unsupported.items():
         refuse_option(name, value)
@@ -120,7 +121,7 @@ def stream_generate(
 
     observer = (Profiler if profile else Observer)(prompt_progress_callback)
     observer.stats.sampling = sampling.to_dict()
-    text = TextStream(tokenizer, stop)
+    text = TextStream(tokenizer, stop, interrupted)
     context = draft_model.make_context() if draft_model is not None else None
     state = State(ids, model.make_cache(), context)
     decoder = Decoder(model, draft_model, state, width, sampling.draw, text.cut, observer)
@@ -156,9 +157,9 @@ def respond(
                 peak_memory=mx.get_peak_memory() / 1e9,
             )
             if emitted.last:
-                text.finish()
+                text.finish("length")
                 response.text = "".join(text.segments)
-                response.finish_reason = "stop" if text.stopped else "length"
+                response.finish_reason = text.finish_reason
                 response.stats = observer.finish()
             else:
                 response.text = text.segments.popleft()

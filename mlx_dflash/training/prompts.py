@@ -25,7 +25,8 @@ TRAINING: dict[str, tuple[list[str], list[str]]] = {
         finds the greatest common divisor of two numbers|flattens a nested list|implements a stack
         implements a queue|searches a sorted list by bisection|validates an email address
         computes the average of a list|parses a JSON string|downloads a web page|draws a triangle of stars
-        counts how often each letter occurs|transposes a matrix|rotates a list by k places|finds two numbers with a given sum
+        counts how often each letter occurs|transposes a matrix|rotates a list by k places
+        finds two numbers with a given sum
         capitalises every word|generates a random password|computes the area of a circle|splits a list into chunks
         checks whether two strings are anagrams|converts a number to binary|prints a multiplication table""",
     ),
@@ -45,9 +46,11 @@ TRAINING: dict[str, tuple[list[str], list[str]]] = {
         What is the perimeter of a square with side 11?|Solve x^2 - 5x + 6 = 0.|How many minutes are in 3.5 hours?
         A recipe for 4 people needs 300 g of flour. How much is needed for 10 people?|What is 1/3 + 1/4?
         What is the probability of rolling an even number with a fair die?|Convert 0.375 to a fraction.
-        Anna is twice as old as Ben, and together they are 36. How old is Ben?|What is the volume of a cube with side 5?
+        Anna is twice as old as Ben, and together they are 36. How old is Ben?
+        What is the volume of a cube with side 5?
         A car uses 6 litres per 100 km. How much does it use for 250 km?|What is the derivative of x^3?
-        What is the mean of 4, 8, 15, 16, 23 and 42?|What is the next number in 2, 4, 8, 16?|How many prime numbers are below 30?
+        What is the mean of 4, 8, 15, 16, 23 and 42?|What is the next number in 2, 4, 8, 16?
+        How many prime numbers are below 30?
         A bank pays 5% interest a year on 1000 dollars. How much is it after 2 years?|What is 1000 minus 387?""",
     ),
     "chat": (
@@ -60,13 +63,17 @@ TRAINING: dict[str, tuple[list[str], list[str]]] = {
         ],
         """What are good ways to fall asleep faster?|How do I cook rice?|What should I pack for a week at the sea?
         How can I learn to play the guitar?|What is a good breakfast?|How do I remove a coffee stain?
-        I feel nervous about a job interview.|How can I save money every month?|What can I do with my children on a rainy day?
+        I feel nervous about a job interview.|How can I save money every month?
+        What can I do with my children on a rainy day?
         How do I start running?|What is a good present for my mother?|How do I make new friends in a new city?
-        How do I write a polite email to my boss?|What are some tips for learning a language?|How do I take care of a cactus?
+        How do I write a polite email to my boss?|What are some tips for learning a language?
+        How do I take care of a cactus?
         What should I visit in Rome?|How can I drink more water?|How do I train a puppy?|What are healthy snacks?
         How do I prepare for an exam?|Which hobbies are good for introverts?|How do I clean a keyboard?
-        How can I stop procrastinating?|What is a simple pasta recipe?|How do I say no to a friend?|How do I plan a birthday party?
-        What can I cook with eggs and potatoes?|How can I be more productive at work?|How do I fix a flat bicycle tyre?""",
+        How can I stop procrastinating?|What is a simple pasta recipe?|How do I say no to a friend?
+        How do I plan a birthday party?
+        What can I cook with eggs and potatoes?|How can I be more productive at work?
+        How do I fix a flat bicycle tyre?""",
     ),
     "creative": (
         [
@@ -81,7 +88,8 @@ TRAINING: dict[str, tuple[list[str], list[str]]] = {
         a lost dog|an old clock|a village by the sea|a girl who can talk to birds|the last train of the night
         a dreaming mountain|a baker and a ghost|two friends on an island|a forgotten garden|a journey to the moon
         a talking cat|a storm at sea|a magic library|a boy and his kite|autumn leaves|a secret door
-        a detective who never sleeps|a river|a wise old turtle|the city at night|a clumsy wizard|a letter from the past
+        a detective who never sleeps|a river|a wise old turtle|the city at night|a clumsy wizard
+        a letter from the past
         a star that fell to earth|a circus without animals|a king without a crown""",
     ),
     "essay": (
@@ -112,13 +120,18 @@ TRAINING: dict[str, tuple[list[str], list[str]]] = {
         Our new shop sells bread, cakes and coffee and opens at seven.|I can't come to the party, I got too much work.
         The team finished the project two weeks early and saved 10,000 dollars.|He don't like neither tea nor coffee.
         The museum has 300 paintings, a garden and a small cafe.|She has went to the market and buyed apples.
-        Maria is 34, lives in Madrid and works as a nurse.|The phone has a large screen, a good camera and a weak battery.
+        Maria is 34, lives in Madrid and works as a nurse.
+        The phone has a large screen, a good camera and a weak battery.
         The weather was bad, so we stayed at home and played chess.|Paul sold 15 bikes in March and 22 in April.
-        The hotel was clean, but the breakfast was poor and the staff unfriendly.|Me and my brother goes fishing on Sundays.
+        The hotel was clean, but the breakfast was poor and the staff unfriendly.
+        Me and my brother goes fishing on Sundays.
         The library closes at six on weekdays and at two on Saturdays.|Gonna send you the file later, ok?
-        Dogs need exercise, good food, water and a vet once a year.|The flight leaves at 9:40 from gate 12 and lands at noon.
-        The book tells of a young doctor who moves to a small village.|Prices rose by 4% in May and fell by 1% in June.
-        The children plays in the garden while they mother cooks.|Water boils at 100 degrees and freezes at 0 degrees.""",
+        Dogs need exercise, good food, water and a vet once a year.
+        The flight leaves at 9:40 from gate 12 and lands at noon.
+        The book tells of a young doctor who moves to a small village.
+        Prices rose by 4% in May and fell by 1% in June.
+        The children plays in the garden while they mother cooks.
+        Water boils at 100 degrees and freezes at 0 degrees.""",
     ),
 }
 

@@ -158,10 +158,11 @@ def train(
         if step % save_every == 0 or step == config.steps:
             save(folder, model, optimizer, step)
             pace = (time.perf_counter() - started) / (step - first)
-            line = {"step": step, "loss": round(float(np.mean(losses[-save_every:])), 4), "seconds_a_step": round(pace, 3)}
+            loss_now = round(float(np.mean(losses[-save_every:])), 4)
+            line = {"step": step, "loss": loss_now, "seconds_a_step": round(pace, 3)}
             with (folder / "log.jsonl").open("a") as f:
                 f.write(json.dumps(line) + "\n")
-            report(f"step {step}/{config.steps}  loss {line['loss']:.4f}  {pace:.2f} s/step")
+            report(f"step {step}/{config.steps}  loss {loss_now:.4f}  {pace:.2f} s/step")
     return model, shape, scales
 
 
