@@ -1,0 +1,132 @@
+"""`python -m mlx_dflash.training {generate,train,evaluate,export}`: make a DFlash drafter for a dense target.
+
+All commands share a work folder; each may be killed and run again. On Linux, preload OpenBLAS: MLX's wheel brings the
+reference BLAS, with which this takes some twenty times longer.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..api import load, load_drafter
+from ..drafters.dflash import DFlashModel
+from ..errors import DFlashError, RequestError
+from .config import TrainingConfig, load_config
+from .data import generate_answers, load_samples
+from .evaluate import evaluate
+from .export import export_drafter, model_card
+from .features import cache_features, tap_scales
+from .prompts import held_out_prompts, training_prompts
+from .train import drafter_config, train
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m mlx_dflash.training", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("generate", "let the target answer the built-in prompts"),
+        ("train", "train a drafter on those answers, going on from the last checkpoint"),
+        ("export", "write the trained drafter as a folder in z-lab's format"),
+        ("evaluate", "decode held-out prompts with an exported drafter"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--model", default="demo", help="target folder or name (default: demo)")
+        command.add_argument("--work", type=Path, required=True, help="work folder of this training")
+        if name == "generate":
+            command.add_argument("--prompts", type=int, default=1005, help="how many of the built-in prompts")
+            command.add_argument("--max-tokens", type=int, default=160, help="longest answer, tokens")
+        if name == "train":
+            command.add_argument("--config", type=Path, default=None, help="training.json to use")
+            command.add_argument("--steps", type=int, default=None, help="optimizer steps")
+        if name in ("export", "evaluate"):
+            command.add_argument("--drafter", type=Path, required=True, help="folder of the exported drafter")
+        if name == "export":
+            command.add_argument("--bits", type=int, default=8, help="affine quantization; 0 writes fp32")
+        if name == "evaluate":
+            command.add_argument("--per-class", type=int, default=10, help="held-out prompts of each task class")
+            command.add_argument("--block-sizes", type=int, nargs="+", default=[5, 8])
+            command.add_argument("--max-tokens", type=int, default=128)
+    args = parser.parse_args(argv)
+    try:
+        COMMANDS[args.command](args)
+    except DFlashError as e:
+        print(f"mlx_dflash.training: error: {e}", file=sys.stderr)
+        raise SystemExit(2) from e
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    target, tokenizer = load(args.model)
+    args.work.mkdir(parents=True, exist_ok=True)
+    prompts = training_prompts(args.prompts, seed=0)
+    path = args.work / "answers.jsonl"
+    generate_answers(target.model, tokenizer, prompts, path, max_tokens=args.max_tokens, report=log)
+
+
+def run_train(args: argparse.Namespace) -> None:
+    target, _ = load(args.model)
+    samples = load_samples(args.work / "answers.jsonl")
+    if not samples:
+        raise RequestError(f"{args.work} holds no answers; run the generate command first")
+    stored = args.work / "training.json"
+    config = load_config(args.config or stored) if args.config or stored.exists() else TrainingConfig()
+    if args.steps is not None:
+        config = replace(config, steps=args.steps)
+    train(target, samples, config, args.work, report=log)
+
+
+def run_export(args: argparse.Namespace) -> None:
+    target, _ = load(args.model)
+    config = load_config(args.work / "training.json")
+    samples = load_samples(args.work / "answers.jsonl")
+    shape = drafter_config(config, target)
+    model = DFlashModel(shape)
+    arrays = mx.load(str(args.work / "checkpoint.safetensors"))
+    model.load_weights([(k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")])
+    scales = tap_scales(cache_features(target, samples, config.taps, args.work), len(config.taps))
+    export_drafter(model, shape, scales, args.drafter, bits=args.bits or None)
+    log(f"wrote {args.drafter}")
+
+
+def run_evaluate(args: argparse.Namespace) -> None:
+    """Prints and stores the results, and writes the drafter's model card from them."""
+    target, tokenizer = load(args.model)
+    drafter = load_drafter(args.drafter, target)
+    prompts = held_out_prompts(args.per_class)
+    results = {
+        str(size): evaluate(target, tokenizer, drafter, prompts, size, args.max_tokens, report=log)
+        for size in args.block_sizes
+    }
+    (args.work / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
+    config = load_config(args.work / "training.json")
+    samples = load_samples(args.work / "answers.jsonl")
+    card = model_card(args.model, config, training_facts(config, samples, args), results)
+    (args.drafter / "README.md").write_text(card)
+
+
+def training_facts(config: TrainingConfig, samples: list[Any], args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "answers": f"{len(samples)}, greedy, by the target itself ({sum(len(s.answer) for s in samples)} tokens)",
+        "prompts": "built in (`mlx_dflash/training/prompts.py`), six task classes",
+        "steps": f"{config.steps} of {config.sequences} x {config.anchors} blocks of {sorted(set(config.widths))} rows",
+        "optimizer": f"AdamW, peak {config.learning_rate}, {config.warmup} warm-up steps, cosine",
+        "loss": f"cross entropy against the target's tokens, weight exp(-(k-1)/{config.gamma:g})",
+        "start": f"the target's last {config.layers} layers",
+        "seed": config.seed,
+        "held-out prompts": f"{args.per_class} a class, {args.max_tokens} tokens each",
+    }
+
+
+def log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+COMMANDS = {"generate": run_generate, "train": run_train, "export": run_export, "evaluate": run_evaluate}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A trained drafter -> a folder in z-lab's format (MLX-quantized if asked), with its model card."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..drafters.config import DrafterConfig
+from ..drafters.dflash import DFlashModel
+from .config import TrainingConfig
+from .model import fold_scales, quantize_linears
+
+GROUP_SIZE = 64
+
+
+def export_drafter(
+    model: DFlashModel, shape: DrafterConfig, scales: list[float], folder: Path, *, bits: int | None = 8
+) -> None:
+    """Write config.json and model.safetensors. The tap scales are folded into `fc` first; model is changed.
+
+    bits: affine width of the draft layers' matrices, group size 64, with `fc` in fp16; None writes fp32.
+    """
+    fold_scales(model, scales, shape.hidden_size)
+    quantization = None
+    if bits is not None:
+        quantize_linears(model, bits, GROUP_SIZE)
+        quantization = {"group_size": GROUP_SIZE, "bits": bits}
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = dict(tree_flatten(model.parameters()))
+    if bits is not None:  # the one large matrix left; norms and quantization scales stay fp32
+        weights["fc.weight"] = weights["fc.weight"].astype(mx.float16)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(zlab_config(shape, quantization), indent=1) + "\n")
+
+
+def zlab_config(shape: DrafterConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
+    values = asdict(shape)
+    inner = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.target_layer_ids)}
+    for name in (*inner, "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "quantization"):
+        values.pop(name)
+    extra = {"quantization": quantization} if quantization else {}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **values,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * shape.num_hidden_layers,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "dflash_config": inner,
+        **extra,
+    }
+
+
+def model_card(target: str, config: TrainingConfig, facts: dict[str, Any], results: dict[str, Any]) -> str:
+    """Markdown: what the drafter is for, how it was made, how well it does. Figures come from `evaluate`."""
+    rows = [f"# DFlash drafter for {target}", ""]
+    rows += [
+        f"{config.layers} layers, block {config.block_size}, taps {list(config.taps)}, mask id {config.mask_token_id}."
+    ]
+    rows += ["Made with `python -m mlx_dflash.training`.", "", "| training | |", "|---|---|"]
+    rows += [f"| {key} | {value} |" for key, value in facts.items()]
+    rows += ["", "Real greedy speculative decoding of held-out prompts, none of them in the training data:", ""]
+    rows += ["| block size | task | rounds | mean accepted length | acceptance |", "|---|---|---|---|---|"]
+    for block, tasks in results.items():
+        for task, r in tasks.items():
+            cells = f"{r['rounds']} | {r['mean_accepted_length']:.2f} | {r['acceptance_rate']:.1%}"
+            rows.append(f"| {block} | {task} | {cells} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,669 @@
+"""What a user can get wrong ends with exit code 2, one line that names it and a remedy, and nothing on stdout."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny
+from mlx_lm.generate import setup_arg_parser
+
+from mlx_dflash.generate import REFUSED, build_parser, main
+
+TARGET, DRAFT = tiny.target_folder(), tiny.draft_folder()
+REMEDY = r"give|use |drop|fuse|download|pass it|free|check|not supported|are supported|or more|or less|between|must be"
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+class Command:
+    """The command line in this process, with what it may print held against the rules."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]):
+        self.capfd = capfd
+
+    def refuses(self, *argv: object, prompt: bool = True) -> str:
+        """Run, expect a refusal, return its line."""
+        self.capfd.readouterr()
+        given = [*map(str, argv), *(["--prompt", "w5 w6"] if prompt else []), "--max-tokens", "4"]
+        if "--max-tokens" in given[:-2]:
+            del given[-2:]
+        with pytest.raises(SystemExit) as exit_:
+            main(given)
+        out, err = self.capfd.readouterr()
+        return one_line(exit_.value.code, out, err)
+
+
+def one_line(code: object, out: str, err: str) -> str:
+    assert (code, out) == (2, ""), err
+    assert err.startswith("mlx-dflash: error: "), err
+    assert err.endswith("\n") and len(err.splitlines()) == 1, err
+    assert "Traceback" not in err
+    return err
+
+
+def names(line: str, *things: object, remedy: str = REMEDY) -> None:
+    """`things` are all in the line, and one of the words that remedies are put in."""
+    for thing in things:
+        assert str(thing) in line, line
+    assert any(word in line for word in remedy.split("|")), f"no remedy: {line}"
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(capfd)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A golden target to break."""
+    return tiny.copy_folder(TARGET, tmp_path / "target")
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    """A golden drafter to break."""
+    return tiny.copy_folder(DRAFT, tmp_path / "draft")
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t", "\\n"])
+def test_an_empty_prompt_is_refused(command, text):
+    names(command.refuses("--model", TARGET, "--prompt", text, prompt=False), "prompt is empty", "--prompt")
+
+
+def test_an_empty_prompt_on_stdin_is_refused(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))
+    names(command.refuses("--model", TARGET, "--prompt", "-", prompt=False), "prompt is empty", "--prompt")
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSED))
+@pytest.mark.parametrize("values", [[], ["4"]])
+def test_flags_of_mlx_lm_that_can_not_be_served_are_refused_by_name(command, flag, values):
+    names(command.refuses("--model", TARGET, f"--{flag}", *values), f"--{flag}", remedy="|".join(REFUSED.values()))
+
+
+def test_the_remedy_for_an_adapter_is_to_fuse_it(command):
+    names(command.refuses("--model", TARGET, "--adapter-path", "adapters"), "--adapter-path", "fuse")
+
+
+def test_every_flag_of_mlx_lm_is_known():
+    def flags(parser: Any) -> set[str]:
+        return {flag for action in parser._actions for flag in action.option_strings}
+
+    assert flags(setup_arg_parser()) <= flags(build_parser())
+
+
+@pytest.mark.parametrize(
+    ("argv", "things"),
+    [
+        (["--plain", "--draft-model", DRAFT], ["--plain", "--draft-model", "drop"]),
+        (["--plain", "--num-draft-tokens", "4"], ["--plain", "--num-draft-tokens", "drop"]),
+        (["--plain", "--block-size", "4"], ["--plain", "--block-size", "drop"]),
+        (["--plain", "--block-size", "auto"], ["--plain", "--block-size", "drop"]),
+        (
+            ["--draft-model", DRAFT, "--block-size", "4", "--num-draft-tokens", "3"],
+            ["--block-size", "--num-draft-tokens"],
+        ),
+        (["--block-size", "4"], ["no drafter is known", TARGET, "--draft-model"]),
+        (["--num-draft-tokens", "3"], ["no drafter is known", TARGET, "--draft-model"]),
+        (["--draft-model", "auto"], ["no drafter is known", TARGET, "--draft-model"]),
+        (["--draft-model", ""], ["--draft-model"]),
+    ],
+)
+def test_contradictory_or_impossible_speculation_is_refused(command, argv, things):
+    names(command.refuses("--model", TARGET, *argv), *things)
+
+
+@pytest.mark.parametrize("argv", [["--block-size", "9"], ["--num-draft-tokens", "8"]])
+def test_a_block_above_the_trained_one_is_refused(command, argv):
+    names(command.refuses("--model", TARGET, "--draft-model", DRAFT, *argv), "block size 9", "8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "things"),
+    [
+        (["--block-size", "0"], ["block", "0"]),
+        (["--block-size", "-3"], ["block", "-3"]),
+        (["--num-draft-tokens", "-1"], ["num-draft-tokens", "-1"]),
+    ],
+)
+@pytest.mark.parametrize("pair", [[], ["--draft-model", DRAFT]])
+def test_a_block_of_no_rows_is_refused(command, argv, things, pair):
+    names(command.refuses("--model", TARGET, *pair, *argv), *things, remedy="from 1 on|or more")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("temp", "-0.5"),
+        ("temp", "nan"),
+        ("temp", "inf"),
+        ("top-p", "1.5"),
+        ("top-p", "-0.1"),
+        ("top-p", "nan"),
+        ("top-k", "-1"),
+        ("min-p", "1.5"),
+        ("min-p", "nan"),
+        ("min-tokens-to-keep", "0"),
+        ("seed", "-1"),
+        ("seed", str(2**32)),
+        ("max-tokens", "0"),
+        ("max-tokens", "-2"),
+        ("prefill-step-size", "0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(command, flag, value):
+    name = flag.replace("-", "_")
+    line = command.refuses("--model", TARGET, f"--{flag}", value)
+    assert name in line or flag in line
+    names(line, value, remedy="or more|between|at least|below|from ")
+
+
+@pytest.mark.parametrize("flag", ["temp", "top-p", "top-k", "seed", "max-tokens", "block-size", "num-draft-tokens"])
+def test_what_is_no_number_is_refused(command, flag):
+    names(command.refuses("--model", TARGET, f"--{flag}", "many"), f"--{flag}", "many", remedy="invalid")
+
+
+def test_an_unknown_flag_is_refused(command):
+    names(command.refuses("--model", TARGET, "--speculate-harder"), "--speculate-harder", remedy="unrecognized")
+
+
+@pytest.mark.parametrize("text", ["{", "{'a': 1}", "enable_thinking=false", "[1]", '"x"', "1", "null"])
+@pytest.mark.parametrize("template", [False, True])
+def test_a_chat_template_config_that_is_no_json_object_is_refused(command, tmp_path, text, template):
+    overrides = {"chat_template": TEMPLATE} if template else {}
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", tokenizer_config=overrides)
+    names(command.refuses("--model", folder, "--chat-template-config", text), "--chat-template-config", remedy="JSON")
+
+
+def test_a_message_that_the_chat_template_refuses_is_refused(command, tmp_path):
+    template = "{{ raise_exception('System role is not supported') }}"
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", tokenizer_config={"chat_template": template})
+    names(command.refuses("--model", folder, "--system-prompt", "w9"), "System role is not supported", "template")
+
+
+def test_an_extra_eos_token_that_the_tokenizer_lacks_is_refused(command):
+    names(
+        command.refuses("--model", TARGET, "--extra-eos-token", "<|none|>"), "--extra-eos-token", "<|none|>", remedy=""
+    )
+
+
+def test_an_empty_stop_string_is_refused(command):
+    names(command.refuses("--model", TARGET, "--stop", ""), "stop", remedy="non-empty")
+
+
+# Model folders
+
+
+@pytest.mark.parametrize("flag", ["--model", "--draft-model"])
+@pytest.mark.parametrize("name", ["/nowhere/model", "./modle", "../modle", "~/no/such/model", "modle", "a/b/c", ""])
+def test_a_folder_that_does_not_exist_is_refused(command, flag, name):
+    pair = ["--model", TARGET] if flag == "--draft-model" else []
+    line = command.refuses(*pair, flag, name)
+    names(line, name or flag, remedy="give a")
+
+
+@pytest.mark.parametrize("name", ["models/Qwen3-4b-4bti", "two words/model"])
+def test_a_mistyped_folder_that_looks_like_a_hub_name_is_refused_as_both(command, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    names(command.refuses("--model", name), name, "not a folder", "hub")
+
+
+def test_a_file_given_as_model_is_refused(command):
+    file = TARGET / "config.json"
+    names(command.refuses("--model", file), file, "is a file", "folder")
+    names(command.refuses("--model", TARGET, "--draft-model", file), file, "is a file", "folder")
+
+
+def test_a_folder_without_config_is_refused(command, target, draft):
+    for folder, argv in ((target, []), (draft, ["--model", TARGET])):
+        (folder / "config.json").unlink()
+        names(command.refuses(*argv, "--draft-model" if argv else "--model", folder), folder, "config.json")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"model_type": "qwen3"', b"[]", b"null", b"\xff\xfe{}", b"# config\n"])
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_a_broken_config_is_refused(command, request, which, text):
+    folder = request.getfixturevalue(which)
+    (folder / "config.json").write_bytes(text)
+    argv = ["--model", folder] if which == "target" else ["--model", TARGET, "--draft-model", folder]
+    names(command.refuses(*argv), folder / "config.json", "JSON", "download it again")
+
+
+def header_length(file: Path) -> int:
+    return int(struct.unpack("<Q", file.read_bytes()[:8])[0])
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+@pytest.mark.parametrize("cut", ["empty", "length", "after length", "header", "no data", "data", "last byte"])
+def test_weights_that_are_cut_short_are_refused(command, request, which, cut):
+    folder = request.getfixturevalue(which)
+    file = folder / "model.safetensors"
+    raw, head = file.read_bytes(), header_length(file)
+    sizes = {"empty": 0, "length": 5, "after length": 8, "header": 8 + head // 2, "no data": 8 + head}
+    sizes |= {"data": (8 + head + len(raw)) // 2, "last byte": len(raw) - 1}
+    file.write_bytes(raw[: sizes[cut]])
+    argv = ["--model", folder] if which == "target" else ["--model", TARGET, "--draft-model", folder]
+    names(command.refuses(*argv), file, "download it again")
+
+
+def test_weights_with_bytes_too_many_are_refused(command, target):
+    file = target / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0")
+    names(command.refuses("--model", target), file, "download it again")
+
+
+def with_header(file: Path, header: object) -> None:
+    """Replace the header; the data stays as long as it was."""
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + file.read_bytes()[8 + header_length(file) :])
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_bytes()[8 : 8 + header_length(file)]))
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: [],
+        lambda _: "text",
+        lambda header: header | {"norm.weight": 1},
+        lambda header: header | {"norm.weight": {"dtype": "F32"}},
+        lambda header: header | {"norm.weight": {"dtype": "F32", "shape": 48, "data_offsets": [0, 192]}},
+        lambda header: header | {"norm.weight": {"dtype": "F32", "shape": [48], "data_offsets": []}},
+        lambda header: header | {"norm.weight": {"dtype": "F32", "shape": [48], "data_offsets": ["a", "b"]}},
+    ],
+    ids=["list", "text", "number entry", "no offsets", "scalar shape", "empty offsets", "text offsets"],
+)
+def test_a_damaged_header_is_refused(command, request, which, damage):
+    folder = request.getfixturevalue(which)
+    file = folder / "model.safetensors"
+    with_header(file, damage(header_of(file)))
+    argv = ["--model", folder] if which == "target" else ["--model", TARGET, "--draft-model", folder]
+    names(command.refuses(*argv), file, "download it again")
+
+
+@pytest.mark.parametrize(
+    ("which", "name"), [("target", "model.norm.weight"), ("draft", "norm.weight")], ids=["target", "draft"]
+)
+@pytest.mark.parametrize("change", [{"dtype": "F99"}, {"shape": [49]}], ids=["unknown dtype", "shape beyond the data"])
+def test_a_tensor_that_can_not_be_read_is_refused(command, request, which, name, change):
+    folder = request.getfixturevalue(which)
+    file = folder / "model.safetensors"
+    header = header_of(file)
+    with_header(file, header | {name: header[name] | change})
+    argv = ["--model", folder] if which == "target" else ["--model", TARGET, "--draft-model", folder]
+    names(command.refuses(*argv), folder, remedy="")
+
+
+def shard(folder: Path, parts: int = 2) -> list[Path]:
+    """Split a folder's weights into shards with an index."""
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    (folder / "model.safetensors").unlink()
+    files = [f"model-{i + 1:05}-of-{parts:05}.safetensors" for i in range(parts)]
+    place = {name: files[i % parts] for i, name in enumerate(sorted(weights))}
+    for file in files:
+        mx.save_safetensors(str(folder / file), {n: w for n, w in weights.items() if place[n] == file})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    return [folder / file for file in files]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-64])])
+def test_a_shard_that_is_missing_or_cut_is_refused(command, target, damage):
+    file = shard(target)[1]
+    damage(file)
+    names(command.refuses("--model", target), file.name, "download it again")
+
+
+def test_a_shard_whose_link_leads_nowhere_is_refused(command, target):
+    file = target / "model.safetensors"
+    file.unlink()
+    file.symlink_to("../blobs/gone")  # a hub cache that was cleaned by hand
+    names(command.refuses("--model", target), file)
+
+
+@pytest.mark.parametrize(
+    "index", [{}, {"weight_map": None}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": 1}}]
+)
+def test_an_index_without_a_weight_map_is_refused(command, target, index):
+    shard(target)
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    names(command.refuses("--model", target), target, "index", "download it again")
+
+
+def test_a_folder_without_weights_is_refused(command, target, draft):
+    for folder, argv in ((target, []), (draft, ["--model", TARGET])):
+        (folder / "model.safetensors").unlink()
+        line = command.refuses(*argv, "--draft-model" if argv else "--model", folder)
+        names(line, folder, "safetensors")
+
+
+@pytest.mark.parametrize("weights", ["adapters.safetensors", "adapter_model.safetensors"], ids=["mlx-lm", "peft"])
+@pytest.mark.parametrize("config", [False, True], ids=["no config.json", "config.json"])
+@pytest.mark.parametrize("flag", ["--model", "--draft-model"])
+def test_a_lora_adapter_given_as_model_is_refused_as_what_it_is(command, tmp_path, weights, config, flag):
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "num_layers": 4}))
+    mx.save_safetensors(str(folder / weights), {"layers.0.lora_a": mx.zeros((4, 4))})
+    if config:
+        shutil.copy(TARGET / "config.json", folder)
+    pair = ["--model", TARGET] if flag == "--draft-model" else []
+    names(command.refuses(*pair, flag, folder), folder, "LoRA adapter", "fuse")
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "gpt2", None, 7, ["qwen3"]])
+def test_an_unknown_model_type_is_refused(command, tmp_path, model_type):
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", {"model_type": model_type})
+    names(command.refuses("--model", folder), folder, repr(model_type), "supported families", "qwen3", remedy="")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"hidden_size": tiny.REMOVE},
+        {"hidden_size": tiny.REMOVE, "head_dim": tiny.REMOVE},
+        {"hidden_size": "48"},
+        {"num_attention_heads": None, "head_dim": None},
+        {"num_hidden_layers": tiny.REMOVE},
+        {"vocab_size": None},
+        {"rope_parameters": "yarn"},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
+        {"quantization": {"group_size": 64}},
+        {"quantization": True},
+        {"eos_token_id": "w2"},
+    ],
+    ids=str,
+)
+def test_a_target_config_with_a_wrong_or_missing_value_is_refused(command, tmp_path, overrides):
+    if overrides.get("rope_parameters") == {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}:
+        pytest.skip("YaRN targets load")
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", overrides)
+    names(command.refuses("--model", folder), folder, remedy="")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"num_hidden_layers": 9}, {"num_hidden_layers": 7}, {"hidden_size": 64}, {"vocab_size": 310}],
+    ids=str,
+)
+def test_target_weights_of_another_size_than_the_config_says_are_refused(command, tmp_path, overrides):
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", overrides)
+    names(command.refuses("--model", folder), folder, remedy="")
+
+
+NORM = "model.layers.3.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda w: {k: v for k, v in w.items() if k != NORM},
+        lambda w: w | {"model.layers.3.mlp.middle_proj.weight": mx.zeros((4, 4))},
+        lambda w: w | {NORM: mx.zeros((4, 4))},
+    ],
+    ids=["missing", "extra", "other shape"],
+)
+def test_target_tensors_that_do_not_match_the_model_are_named(command, tmp_path, edit):
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", tensors=edit)
+    names(command.refuses("--model", folder), folder, "layers.3.mlp.", remedy="")
+
+
+def test_a_target_with_sliding_layers_is_refused(command, tmp_path):
+    layers = ["sliding_attention", "full_attention"] * 4
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", {"layer_types": layers, "sliding_window": 16})
+    names(command.refuses("--model", folder), "sliding", "not supported")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"{}", b"[]", b'{"model": {"type": "Spells"}}', b"\xff"])
+def test_a_broken_tokenizer_is_refused(command, target, text):
+    (target / "tokenizer.json").write_bytes(text)
+    names(command.refuses("--model", target), target, "tokenizer", remedy="")
+
+
+def test_a_folder_without_tokenizer_is_refused(command, target):
+    (target / "tokenizer.json").unlink()
+    (target / "tokenizer_config.json").unlink()
+    names(command.refuses("--model", target), target, "tokenizer", remedy="")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "w2"}', '{"eos_token_id": [1.5]}'])
+def test_a_broken_generation_config_is_refused(command, target, text):
+    (target / "generation_config.json").write_text(text)
+    names(command.refuses("--model", target), target / "generation_config.json", remedy="")
+
+
+def test_a_prompt_with_tokens_beyond_the_models_table_is_refused(command, tmp_path):
+    def crop(weights: tiny.Tensors) -> tiny.Tensors:
+        return weights | {"model.embed_tokens.weight": weights["model.embed_tokens.weight"][:200]}
+
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", {"vocab_size": 200}, crop)
+    names(command.refuses("--model", folder, "--prompt", "w5 w250", prompt=False), "200", remedy="outside")
+
+
+# Drafters and pairs
+
+
+def test_a_drafter_given_as_target_is_refused(command):
+    names(command.refuses("--model", DRAFT), DRAFT, "DFlash drafter", "--draft-model")
+
+
+def test_a_full_model_given_as_drafter_is_refused(command):
+    names(
+        command.refuses("--model", TARGET, "--draft-model", TARGET), TARGET, "full model", "DFlash drafter", remedy=""
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "things"),
+    [
+        ({"num_target_layers": 36}, ["36", "8"]),
+        ({"num_target_layers": 6}, ["6", "8"]),
+        ({"dflash_config": {"mask_token_id": 299, "target_layer_ids": [1, 3, 8]}}, ["[1, 3, 8]", "8"]),
+        (
+            {"dflash_config": {"mask_token_id": 299, "target_layer_ids": [1, 3, 33]}, "num_target_layers": tiny.REMOVE},
+            ["[1, 3, 33]", "34", "8"],
+        ),
+        ({"hidden_size": 64}, ["64", "48"]),
+        ({"dflash_config": {"mask_token_id": 300, "target_layer_ids": [1, 3, 5]}}, ["mask token 300", "300 rows"]),
+        ({"dflash_config": {"mask_token_id": -1, "target_layer_ids": [1, 3, 5]}}, ["mask token -1", "300 rows"]),
+    ],
+    ids=["more layers", "fewer layers", "tap above", "tap above, no count", "hidden size", "mask id", "negative mask"],
+)
+def test_a_drafter_that_does_not_fit_is_refused_naming_both_sides(command, tmp_path, overrides, things):
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", overrides)
+    line = command.refuses("--model", TARGET, "--draft-model", folder)
+    names(line, folder, "qwen3", *things, remedy="use the drafter made for it")
+
+
+def test_a_target_with_too_few_layers_is_refused(command, tmp_path):
+    def crop(weights: tiny.Tensors) -> tiny.Tensors:
+        return {
+            k: v
+            for k, v in weights.items()
+            if not k.startswith(("model.layers.5.", "model.layers.6.", "model.layers.7."))
+        }
+
+    short = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", short, crop)
+    line = command.refuses("--model", folder, "--draft-model", DRAFT)
+    names(line, DRAFT, "[1, 3, 5]", "8 layers", "5", remedy="use the drafter made for it")
+
+
+OTHERS = ["Qwen3DSparkModel", "LlamaForCausalLMEagle3", "DFlyDraftModel", "Qwen3MTPModel", "MedusaModel"]
+# What such folders hold beside, or instead of, a DFlash drafter's tensors.
+PARTS: dict[str, Any] = {
+    "as DFlash": lambda w: w,
+    "own embedding": lambda w: w | {"embed_tokens.weight": mx.zeros((300, 48))},
+    "no hidden_norm": lambda w: {k: v for k, v in w.items() if k != "hidden_norm.weight"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("parts", list(PARTS))
+def test_a_drafter_of_another_method_is_refused_by_name(command, tmp_path, name, parts):
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", {"architectures": [name]}, PARTS[parts])
+    line = command.refuses("--model", TARGET, "--draft-model", folder)
+    names(line, folder, name, "DFlash")
+
+
+@pytest.mark.parametrize("model_type", ["eagle3", "dspark"])
+def test_a_drafter_of_another_model_type_is_refused_by_name(command, tmp_path, model_type):
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", {"model_type": model_type, "architectures": None})
+    names(command.refuses("--model", TARGET, "--draft-model", folder), folder, model_type, "DFlash")
+
+
+@pytest.mark.parametrize("parts", list(PARTS))
+def test_a_drafter_in_the_speculators_format_is_refused_by_name(command, tmp_path, parts):
+    verifier = {"algorithm": "dflash", "verifier": {"name_or_path": "someone/target"}}
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", {"speculators_config": verifier}, PARTS[parts])
+    names(command.refuses("--model", TARGET, "--draft-model", folder), folder, "speculators", "not supported")
+
+
+def test_a_transformers_assistant_is_refused_by_name(command, tmp_path):
+    def rename(weights: tiny.Tensors) -> tiny.Tensors:
+        other = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+        return {other.get(k, k): v for k, v in weights.items()}
+
+    config = {"model_type": "muse_glimmer_assistant", "architectures": ["MuseGlimmerAssistantForCausalLM"]}
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", config, rename)
+    names(command.refuses("--model", TARGET, "--draft-model", folder), folder, "assistant", "not supported")
+
+
+DFLASH = {"mask_token_id": 299, "target_layer_ids": [1, 3, 5]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "things"),
+    [
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 16}, ["sliding_attention"]),
+        ({"layer_types": ["full_attention", "full_attention", "chunked"]}, ["chunked"]),
+        ({"use_sliding_window": True, "sliding_window": 16}, ["sliding"]),
+        ({"dflash_config": DFLASH | {"draft_temperature": 0.5}}, ["dflash_config", "draft_temperature"]),
+        ({"dflash_config": DFLASH | {"conv_kernel_size": 4, "conv_group_size": 8}}, ["DFlash 2"]),
+        ({"dflash_config": DFLASH | {"selector_rank": 4}}, ["DFlash 2"]),
+        ({"conv_kernel_size": 4, "conv_group_size": 8}, ["DFlash 2"]),
+        ({"is_causal": True}, ["is_causal"]),
+        ({"dflash_config": DFLASH | {"causal": True}}, ["causal"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn"]),
+        ({"draft_vocab_size": 200}, ["draft_vocab_size"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_drafter_option_that_can_not_be_run_is_refused_by_name(command, tmp_path, overrides, things):
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", overrides)
+    line = command.refuses("--model", TARGET, "--draft-model", folder)
+    names(line, folder / "config.json", *things, remedy="not supported|known|unknown|only")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"hidden_size": tiny.REMOVE},
+        {"hidden_size": "48"},
+        {"num_key_value_heads": None},
+        {"rms_norm_eps": "small"},
+        {"rope_theta": tiny.REMOVE},
+        {"rope_theta": "1e6"},
+        {"rope_scaling": "yarn"},
+        {"block_size": tiny.REMOVE},
+        {"block_size": 1},
+        {"block_size": True},
+        {"num_target_layers": "8"},
+        {"num_hidden_layers": 0},
+        {"layer_types": 3},
+        {"dflash_config": tiny.REMOVE},
+        {"dflash_config": [1]},
+        {"dflash_config": "v1"},
+        {"dflash_config": {"target_layer_ids": [1, 3, 5]}},
+        {"dflash_config": {"mask_token_id": 299}},
+        {"dflash_config": DFLASH | {"target_layer_ids": []}},
+        {"dflash_config": DFLASH | {"target_layer_ids": [1, "3", 5]}},
+        {"dflash_config": DFLASH | {"target_layer_ids": [1, -3, 5]}},
+        {"dflash_config": DFLASH | {"mask_token_id": "<mask>"}},
+        {"dflash_config": DFLASH | {"final_logit_softcapping": "hard"}},
+        {"dflash_config": DFLASH | {"output_multiplier": [2]}},
+        {"quantization": True},
+        {"quantization": {"bits": 4}},
+        {"quantization": {"group_size": 64, "bits": 4, "mode": "magic"}},
+    ],
+    ids=lambda value: json.dumps(value, default=lambda _: "removed"),
+)
+def test_a_drafter_config_with_a_wrong_or_missing_value_is_refused(command, tmp_path, overrides):
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", overrides)
+    line = command.refuses("--model", TARGET, "--draft-model", folder)
+    names(line, folder, remedy="")
+
+
+LEAF = "layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda w: {k: v for k, v in w.items() if k != LEAF},
+        lambda w: w | {"layers.1.mlp.middle_proj.weight": mx.zeros((4, 4))},
+        lambda w: w | {LEAF: mx.zeros((4, 4))},
+    ],
+    ids=["missing", "extra", "other shape"],
+)
+def test_drafter_tensors_that_do_not_match_the_format_are_named(command, tmp_path, edit):
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", tensors=edit)
+    names(command.refuses("--model", TARGET, "--draft-model", folder), folder, "layers.1.mlp.", remedy="")
+
+
+@pytest.mark.parametrize("dtype", [mx.uint8, mx.int8, mx.uint32], ids=str)
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_whole_numbers_in_place_of_weights_are_refused(command, tmp_path, which, dtype):
+    """fp8 files load as bytes; read as numbers they would only spoil acceptance, or the text."""
+    source, leaf = (TARGET, NORM) if which == "target" else (DRAFT, LEAF)
+    folder = tiny.copy_folder(source, tmp_path / which, tensors=lambda w: w | {leaf: w[leaf].astype(dtype)})
+    argv = ["--model", folder] if which == "target" else ["--model", TARGET, "--draft-model", folder]
+    names(command.refuses(*argv), folder, leaf.removeprefix("model."), remedy="")
+
+
+# Real processes
+
+
+def run(tmp_path: Path, *argv: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    command: list[Any] = [sys.executable, "-m", "mlx_dflash.generate", *argv]
+    environment = os.environ | {"PYTHONUTF8": "1", "HF_HOME": str(tmp_path / "hub")}
+    return subprocess.run(command, input=stdin, capture_output=True, cwd=tmp_path, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model", "models/modle"],
+        ["--model", str(TARGET), "--draft-model", str(TARGET)],
+        ["--model", str(TARGET), "--temp", "nan"],
+    ],
+    ids=["missing model", "no drafter", "bad option"],
+)
+def test_a_process_ends_with_code_2_and_one_line(tmp_path, argv):
+    done = run(tmp_path, *argv)
+    names(one_line(done.returncode, done.stdout.decode(), done.stderr.decode()), remedy="")
+
+
+def test_a_prompt_on_stdin_that_is_no_text_is_refused(tmp_path):
+    done = run(tmp_path, "--model", str(TARGET), "--prompt", "-", stdin=b"w5 \xff\xfe w6")
+    names(one_line(done.returncode, done.stdout.decode(), done.stderr.decode()), "prompt", "UTF-8", remedy="")
+
+
+def test_a_prompt_argument_that_is_no_text_is_refused(tmp_path):
+    done = run(tmp_path, "--model", str(TARGET), "--prompt", b"w5 \xff w6")
+    names(one_line(done.returncode, done.stdout.decode(), done.stderr.decode()), "prompt", "UTF-8", remedy="")

@@ -1,0 +1,170 @@
+"""Training sees the same drafter as decoding: packed blocks, mask, start, checkpoints and export."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_dflash import generate, load, load_drafter
+from mlx_dflash.drafters.dflash import DFlashModel
+from mlx_dflash.training.config import TrainingConfig, load_config
+from mlx_dflash.training.data import Sample
+from mlx_dflash.training.export import export_drafter
+from mlx_dflash.training.features import cache_features, tap_scales
+from mlx_dflash.training.model import block_mask, draft_hidden, start_from_target
+from mlx_dflash.training.prompts import held_out_prompts, training_prompts
+from mlx_dflash.training.train import candidates, drafter_config, train
+
+GOLDEN = Path(__file__).parent / "golden"
+TINY = TrainingConfig(
+    layers=2,
+    taps=(1, 3, 5),
+    mask_token_id=299,
+    steps=20,
+    sequences=2,
+    anchors=8,
+    widths=(8, 5),
+    warmup=5,
+    frequent=64,
+    negatives=64,
+)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return load(GOLDEN / "llama" / "target")
+
+
+@pytest.fixture(scope="module")
+def samples(llama):
+    """Greedy answers of the tiny target to a few random prompts."""
+    target, tokenizer = llama
+    rng = np.random.default_rng(3)
+    out = []
+    for size in (9, 14, 6):
+        prompt = rng.integers(3, 290, size).tolist()
+        out.append(Sample("chat", prompt, generate(target, tokenizer, prompt, max_tokens=40).tokens))
+    return out
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_packed_blocks_equal_the_runtime_drafter(family):
+    target, _ = load(GOLDEN / family / "target")
+    drafter = load_drafter(GOLDEN / family / "draft", target)
+    golden = np.load(GOLDEN / family / "golden.npz")
+    text = golden["p60_ids"].tolist()
+    short = text[:33]
+    mask_id, width = drafter.config.mask_token_id, 6
+    anchors = [[20, 40, 59], [5, 30, 32]]
+
+    features, lengths = [], []
+    for ids in (text, short):
+        _, f = target.forward(mx.array([ids]), target.make_cache(), drafter.taps)
+        features.append(mx.pad(f, [(0, 0), (0, len(text) - len(ids)), (0, 0)]))
+        lengths.append(len(ids))
+    blocks = [[[ids[a]] + [mask_id] * (width - 1) for a in at] for ids, at in zip((text, short), anchors, strict=True)]
+    noise = target.embed(mx.array(blocks))
+    packed = draft_hidden(
+        drafter.model, drafter.config, mx.concatenate(features), mx.array(lengths), noise, mx.array(anchors)
+    )
+    for s, ids in enumerate((text, short)):
+        for k, anchor in enumerate(anchors[s]):
+            context = drafter.make_context()
+            drafter.append(features[s][:, :anchor], context)
+            expected = drafter.logits(mx.array([ids[anchor]]), width, context)
+            got = target.head(packed[s : s + 1, k, 1:])
+            assert mx.abs(got - expected).max().item() < 1e-4
+
+
+def test_mask_equals_brute_force():
+    lengths, anchors, context, block = [7, 5], [[2, 6], [1, 4]], 7, 3
+    mask = np.array(block_mask(mx.array(lengths), mx.array(anchors), context, block))
+    for s in range(2):
+        for row in range(2 * block):
+            for column in range(context + 2 * block):
+                if column < context:
+                    visible = column < lengths[s] and column < anchors[s][row // block]
+                else:
+                    visible = (column - context) // block == row // block
+                assert mask[s, 0, row, column] == visible
+
+
+def test_softmax_candidates_hold_every_label_and_estimate_the_full_sum():
+    rng, vocab = np.random.default_rng(0), 300
+    logits = rng.normal(size=vocab)
+    labels = np.array([[3, 7], [7, 250]])
+    sums = []
+    for seed in range(200):
+        tokens, shift, place = candidates(np.random.default_rng(seed), TINY, labels, np.arange(20), vocab)
+        assert (np.array(tokens)[np.array(place)] == labels).all()
+        assert len(set(tokens.tolist())) == len(tokens)
+        sums.append(np.exp(logits[np.array(tokens)] + np.array(shift)).sum())
+    assert np.mean(sums) == pytest.approx(np.exp(logits).sum(), rel=0.02)
+
+
+def test_a_killed_run_resumes_to_the_same_weights(llama, samples, tmp_path):
+    target, _ = llama
+    whole, _, _ = train(target, samples, TINY, tmp_path / "whole", report=lambda _: None, save_every=10)
+
+    class Killed(Exception):
+        pass
+
+    def kill(message):
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(target, samples, TINY, tmp_path / "parts", report=kill, save_every=10)
+    resumed, _, _ = train(target, samples, TINY, tmp_path / "parts", report=lambda _: None, save_every=10)
+    assert mx.array_equal(whole.fc.weight, resumed.fc.weight)
+    assert mx.array_equal(whole.layers[1].mlp.up_proj.weight, resumed.layers[1].mlp.up_proj.weight)
+    assert load_config(tmp_path / "parts" / "training.json") == TINY
+
+
+def test_a_trained_drafter_is_exported_and_drafts_better_than_its_start(llama, samples, tmp_path):
+    target, tokenizer = llama
+    config = replace(TINY, steps=250)
+
+    def taken(model, shape, scales, name):
+        export_drafter(model, shape, scales, tmp_path / name, bits=None)
+        drafter = load_drafter(tmp_path / name, target)
+        rounds = accepted = 0
+        for sample in samples:
+            run = generate(target, tokenizer, sample.prompt, draft_model=drafter, block_size=8, max_tokens=40)
+            assert run.tokens == sample.answer
+            rounds += run.stats.rounds
+            accepted += run.stats.accepted
+        return rounds, accepted
+
+    shape = drafter_config(config, target)
+    start = DFlashModel(shape)
+    start_from_target(start, shape, target, mx.array([samples[0].prompt]))
+    scales = tap_scales(cache_features(target, samples, config.taps, tmp_path), 3)
+    rounds_before, _ = taken(start, shape, scales, "start")
+    model, shape, scales = train(target, samples, config, tmp_path / "work", report=lambda _: None)
+    rounds, accepted = taken(model, shape, scales, "trained")
+    assert 0 < rounds < 0.6 * rounds_before
+    assert accepted > 0
+
+
+def test_an_8_bit_export_loads_and_keeps_fc_and_norms_unquantized(llama, samples, tmp_path):
+    target, _ = llama
+    shape = replace(drafter_config(TINY, target), hidden_size=64, intermediate_size=64, head_dim=32)
+    model = DFlashModel(shape)
+    export_drafter(model, shape, [1.0, 2.0, 3.0], tmp_path / "q", bits=8)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    names = set(mx.load(str(tmp_path / "q" / "model.safetensors")))
+    assert config["quantization"] == {"group_size": 64, "bits": 8}
+    assert "layers.0.self_attn.q_proj.scales" in names
+    assert "fc.scales" not in names and "norm.scales" not in names
+
+
+def test_held_out_prompts_are_not_training_prompts():
+    training = {prompt.lower() for _, prompt in training_prompts(10**9, seed=0)}
+    held_out = held_out_prompts()
+    assert len(training) > 1000 and len(held_out) == 60
+    assert not training & {prompt.lower() for _, prompt in held_out}
+    subjects = " ".join(training)
+    assert not any(prompt.lower().rstrip("?.") in subjects for _, prompt in held_out)
