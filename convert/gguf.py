@@ -43,19 +43,20 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     Raises CheckpointError for an unreadable file, UnsupportedError for another architecture or block type.
     """
     try:
-        tensors, metadata = mx.load(str(gguf), format="gguf", return_metadata=True)
+        loaded: Any = mx.load(str(gguf), format="gguf", return_metadata=True)
     except (RuntimeError, ValueError) as e:
         raise CheckpointError(f"{gguf} can't be read as GGUF ({e}); download it again") from e
-    fields = Metadata(metadata)
-    if (found := fields.text("general.architecture")) != "llama":
-        raise UnsupportedError(f"{gguf} has GGUF architecture {found!r}; only 'llama' is supported")
-    if (found := fields.integer("general.file_type")) != Q4_1:
-        raise UnsupportedError(f"{gguf} has GGUF file type {found}; only Q4_1 (3) maps onto MLX without loss")
+    tensors, fields = loaded[0], Metadata(loaded[1])
+    if (architecture := fields.text("general.architecture")) != "llama":
+        raise UnsupportedError(f"{gguf} has GGUF architecture {architecture!r}; only 'llama' is supported")
+    if (kind := fields.integer("general.file_type")) != Q4_1:
+        raise UnsupportedError(f"{gguf} has GGUF file type {kind}; only Q4_1 (3) maps onto MLX without loss")
     weights = convert_tensors(tensors, fields)
     config = convert_config(fields, tied="lm_head.weight" not in weights) | {"quantization": quantization(weights)}
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    staging.chmod(0o755)  # mkdtemp's folders are for one user only
     try:
         mx.save_safetensors(str(staging / "model.safetensors"), weights, {"format": "mlx"})
         write_json(staging / "config.json", config)

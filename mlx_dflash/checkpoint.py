@@ -84,6 +84,12 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t["shape"]) for name, t in header.items()}
 
 
+def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """All tensors of a safetensors file, lazily, and its metadata."""
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    return arrays, metadata  # type: ignore[return-value]
+
+
 def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"{path.parent} has no {path.name}; give a complete model folder")

@@ -5,7 +5,7 @@ one thing always holds: `state.tokens` is all that was given and emitted, and th
 token, the next round's *anchor*. Plain decoding is the same loop with rounds of one row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -60,7 +60,7 @@ class Decoder:
     cut: Cut
     observer: Observer
 
-    def run(self, max_tokens: int, prefill_step: int = 2048) -> Iterator[Emitted]:
+    def run(self, max_tokens: int, prefill_step: int = 2048) -> Generator[Emitted, None, None]:
         """Yield tokens one by one until `cut` finds a stop or `max_tokens` are out.
 
         What a yield leaves running is already launched. Closing the generator, there or anywhere, aborts it and leaves
@@ -131,7 +131,7 @@ class Decoder:
 
     def read(self, flight: Round) -> tuple[int, list[int]]:
         """The host read: how many drafts were accepted, and the target's token after every row."""
-        values = flight.outcome.tolist()
+        values: list[int] = flight.outcome.tolist()  # type: ignore[assignment]
         self.observer.read()
         return (0, values) if flight.rows == 1 else (values[0], values[1:])
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint import Checkpoint, hold_in_fp32, open_checkpoint
+from ..checkpoint import Checkpoint, hold_in_fp32, load_arrays, open_checkpoint
 from ..errors import CheckpointError, PairError
 from ..targets import Target
 from .config import DrafterConfig, parse_config
@@ -58,7 +58,7 @@ def load_weights(checkpoint: Checkpoint, config: DrafterConfig) -> DFlashModel:
     """Build the module and fill it strictly: every tensor used, none missing; quantized ones as the config says."""
     weights: dict[str, mx.array] = {}
     for file in checkpoint.files:
-        weights |= {name.removeprefix("model."): value for name, value in mx.load(str(file)).items()}
+        weights |= {name.removeprefix("model."): value for name, value in load_arrays(file)[0].items()}
     model = DFlashModel(config)
     if config.quantization is not None:
         layout = config.quantization

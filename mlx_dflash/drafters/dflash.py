@@ -163,8 +163,8 @@ class DFlashDrafter:
     def append(self, features: mx.array, context: DraftContext) -> None:
         """Give the context the features (B, n, taps * hidden) of n newly committed tokens."""
         context.pending.append(features)
-        if context.pending_rows >= MAX_PENDING:
-            rows = self.model.context(context.take_pending())
+        if context.pending_rows >= MAX_PENDING and (waiting := context.take_pending()) is not None:
+            rows = self.model.context(waiting)
             for layer, cache in zip(self.model.layers, context.layers, strict=True):
                 cache.update_and_fetch(*layer.self_attn.keys_values(rows, cache.offset))
 

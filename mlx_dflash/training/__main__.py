@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from ..api import load, load_drafter
+from ..checkpoint import load_arrays
 from ..drafters.dflash import DFlashModel
 from ..errors import DFlashError, RequestError
 from .config import TrainingConfig, load_config
@@ -23,7 +22,7 @@ from .evaluate import evaluate
 from .export import export_drafter, model_card
 from .features import cache_features, tap_scales
 from .prompts import held_out_prompts, training_prompts
-from .train import drafter_config, train
+from .train import drafter_config, model_weights, train
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,8 +85,7 @@ def run_export(args: argparse.Namespace) -> None:
     samples = load_samples(args.work / "answers.jsonl")
     shape = drafter_config(config, target)
     model = DFlashModel(shape)
-    arrays = mx.load(str(args.work / "checkpoint.safetensors"))
-    model.load_weights([(k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")])
+    model.load_weights(model_weights(load_arrays(args.work / "checkpoint.safetensors")[0]))
     scales = tap_scales(cache_features(target, samples, config.taps, args.work), len(config.taps))
     export_drafter(model, shape, scales, args.drafter, bits=args.bits or None)
     log(f"wrote {args.drafter}")

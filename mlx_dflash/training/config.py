@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,5 +36,6 @@ class TrainingConfig:
 
 
 def load_config(path: Path) -> TrainingConfig:
-    values = json.loads(path.read_text())
-    return TrainingConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    values: dict[str, Any] = json.loads(path.read_text())
+    lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+    return TrainingConfig(**(values | lists))

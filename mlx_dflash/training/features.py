@@ -34,6 +34,7 @@ def cache_features(target: Target, samples: list[Sample], taps: tuple[int, ...],
         for i, sample in enumerate(samples):
             ids = mx.array([sample.prompt + sample.answer], mx.uint32)
             _, features = target.forward(ids, target.make_cache(), taps, last_logits_only=True)
+            assert features is not None
             rows[starts[i] : starts[i + 1]] = np.array(features[0].astype(mx.float16))
         rows.flush()
         done.write_text(json.dumps(key))

@@ -7,8 +7,8 @@ their own, written apart; `tests/test_training.py` checks that none of them is a
 import random
 from itertools import product
 
-# class -> (templates with one {}, subjects)
-TRAINING: dict[str, tuple[list[str], list[str]]] = {
+# class -> (templates with one {}, subjects between bars)
+TRAINING: dict[str, tuple[list[str], str]] = {
     "code": (
         [
             "Write a Python function that {}.",

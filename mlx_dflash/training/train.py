@@ -14,6 +14,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..checkpoint import load_arrays
 from ..drafters.config import DrafterConfig
 from ..drafters.dflash import DFlashModel
 from ..targets import Target
@@ -186,10 +187,14 @@ def restore(folder: Path, model: DFlashModel, optimizer: optim.Optimizer) -> int
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         return 0
-    arrays, meta = mx.load(str(path), return_metadata=True)
-    weights = [(k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")]
+    arrays, meta = load_arrays(path)
+    model.load_weights(model_weights(arrays))
     state = [(k.removeprefix("optimizer."), v) for k, v in arrays.items() if k.startswith("optimizer.")]
-    model.load_weights(weights)
     optimizer.state = tree_unflatten(state)
     mx.eval(model.parameters(), optimizer.state)
     return int(meta["step"])
+
+
+def model_weights(arrays: dict[str, mx.array]) -> list[tuple[str, mx.array]]:
+    """The drafter's weights among a checkpoint's arrays."""
+    return [(k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")]
