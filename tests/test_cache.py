@@ -1,4 +1,7 @@
-"""The cache transaction: after any sequence of steps the cache equals one built from the committed tokens."""
+"""The cache transaction: after any sequence of steps the cache equals one built from the committed tokens.
+
+Bit for bit where a matmul's rows don't depend on how many there are (the reference BLAS), within rounding elsewhere.
+"""
 
 import random
 from pathlib import Path
@@ -7,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_dflash import load
+from mlx_dflash.benchmarks.machine import rows_independent
 from mlx_dflash.cache import STEP, FullKV, TargetCache
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -33,14 +37,18 @@ def assert_equal(cache, other, target):
     for a, b in zip(cache.layers, other.layers, strict=True):
         assert a.offset == b.offset == cache.length
         if cache.length:
-            assert mx.array_equal(a.keys[..., : a.offset, :], b.keys[..., : b.offset, :])
-            assert mx.array_equal(a.values[..., : a.offset, :], b.values[..., : b.offset, :])
+            assert same(a.keys[..., : a.offset, :], b.keys[..., : b.offset, :])
+            assert same(a.values[..., : a.offset, :], b.values[..., : b.offset, :])
     logits = []
     for c in (cache, other):
         c.begin()
         logits.append(target.forward(mx.array([[7, 8]]), c)[0])
         c.abort()
-    assert mx.array_equal(*logits)
+    assert same(*logits)
+
+
+def same(a, b):
+    return mx.array_equal(a, b) if rows_independent() else mx.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("start", [0, 1, 13])

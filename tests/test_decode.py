@@ -137,19 +137,20 @@ def decoder_on(pair, state, width, cut=lambda tokens: None):
 @pytest.mark.parametrize("width", [1, 4, 8])
 def test_closing_at_every_yield_and_going_on_equals_an_unbroken_run(pair, prompt, plain, width):
     target, _, drafter = pair
-    for stop_at in range(1, LENGTH):
+    length = 24
+    for stop_at in range(1, length):
         state = State(list(prompt), target.make_cache(), drafter.make_context())
-        run = decoder_on(pair, state, width).run(LENGTH)
+        run = decoder_on(pair, state, width).run(length)
         for _ in range(stop_at):
             next(run)
         run.close()
         done = len(state.tokens) - len(prompt)
         assert done >= stop_at
         assert state.cache.length == state.context.length == len(state.tokens) - 1
-        if done < LENGTH:
+        if done < length:
             again = decoder_on(pair, state, width)
-            assert [e.token for e in again.run(LENGTH - done)] == plain[done:]
-        assert state.tokens == prompt + plain
+            assert [e.token for e in again.run(length - done)] == plain[done:length]
+        assert state.tokens == prompt + plain[:length]
 
 
 @pytest.mark.parametrize("width", [1, 8])
