@@ -46,16 +46,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check = {
-            "temp": math.isfinite(self.temp) and self.temp >= 0,
-            "top_p": 0 <= self.top_p <= 1,
-            "top_k": isinstance(self.top_k, int) and self.top_k >= 0,
-            "min_p": 0 <= self.min_p <= 1,
-            "min_tokens_to_keep": isinstance(self.min_tokens_to_keep, int) and self.min_tokens_to_keep >= 1,
-            "seed": self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**32),
+            "temp": (math.isfinite(self.temp) and self.temp >= 0, "a number from 0 on"),
+            "top_p": (0 <= self.top_p <= 1, "between 0 and 1"),
+            "top_k": (isinstance(self.top_k, int) and self.top_k >= 0, "a whole number, 0 (off) or more"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "min_tokens_to_keep": (self.min_tokens_to_keep >= 1, "a whole number, 1 or more"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
         }
-        for name, right in check.items():
+        for name, (right, wanted) in check.items():
             if not right:
-                raise RequestError(f"{name} = {getattr(self, name)!r} is out of range")
+                raise RequestError(f"{name} = {getattr(self, name)!r} is out of range; it must be {wanted}")
         if self.seed is None and self.temp > 0:
             object.__setattr__(self, "seed", secrets.randbits(32))
 

@@ -5,6 +5,7 @@ that names the file and the remedy.
 """
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from .errors import CheckpointError
+from .errors import CheckpointError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"
+ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
+ITEM_BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
 HEADER_LIMIT = 100_000_000  # the safetensors format's own limit on its JSON header, bytes
 
 
@@ -43,6 +46,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Check a folder's config and weight files without loading a tensor."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors")
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(f"{folder} holds a LoRA adapter; fuse it into its base model first (mlx_lm.fuse)")
     config = read_json(folder / "config.json")
     files = weight_files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -53,16 +58,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def weight_files(folder: Path) -> list[Path]:
     """The shards that the index names, or the folder's *.safetensors files where there is no index."""
+    found = sorted(folder.glob("model*.safetensors"))
     if (folder / INDEX).exists():
-        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        shards = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(n, str) for n in shards.values()):
+            raise CheckpointError(f"{folder / INDEX} has no usable weight_map; download it again")
+        names = sorted(set(shards.values()))
         if missing := [n for n in names if not (folder / n).exists()]:
             raise CheckpointError(f"{folder} lacks the shard {missing[0]} that {INDEX} names; download it again")
+        if stray := [f.name for f in found if f.name not in names]:  # mlx-lm would load it with the rest
+            raise CheckpointError(f"{folder} has {stray[0]}, which {INDEX} does not name; move it away")
         return [folder / n for n in names]
-    if not (files := sorted(folder.glob("model*.safetensors"))):
-        adapter = " (it holds a LoRA adapter; fuse it into its base model first)"
-        hint = adapter if (folder / "adapter_config.json").exists() else ""
-        raise CheckpointError(f"{folder} has no model*.safetensors file{hint}")
-    return files
+    if not found:
+        raise CheckpointError(f"{folder} has no model*.safetensors file; give a complete model folder")
+    if broken := [f for f in found if not f.exists()]:
+        raise CheckpointError(f"{broken[0]} is a link to a missing file; download it again")
+    return found
 
 
 def read_header(file: Path) -> dict[str, tuple[int, ...]]:
@@ -75,13 +86,33 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
             raise CheckpointError(f"{file} is cut or no safetensors file ({size} bytes); download it again")
         try:
             header = json.loads(f.read(length))
-        except ValueError as e:
-            raise CheckpointError(f"{file} has a damaged header ({e}); download it again") from e
-    header.pop("__metadata__", None)
-    promised = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+            header.pop("__metadata__", None)
+            for name, tensor in header.items():
+                check_tensor(file, name, tensor)
+            promised = 8 + length + max((int(t["data_offsets"][1]) for t in header.values()), default=0)
+            shapes = {name: tuple(map(int, t["shape"])) for name, t in header.items()}
+        except (ValueError, TypeError, AttributeError, LookupError) as e:
+            problem = " ".join(str(e).split())[:100]
+            raise CheckpointError(f"{file} has a damaged header ({problem}); download it again") from e
     if size != promised:
         raise CheckpointError(f"{file} has {size} bytes, its header promises {promised}; download it again")
-    return {name: tuple(t["shape"]) for name, t in header.items()}
+    return shapes
+
+
+def check_tensor(file: Path, name: str, tensor: dict[str, Any]) -> None:
+    """Hold one header entry against itself: a known dtype, and as many bytes as its shape needs.
+
+    Packed words are uint32; uint8 only comes as the scales and blocks of MX formats. mlx reads fp8 weights as bare
+    uint8 numbers, so they are refused.
+    """
+    dtype = tensor["dtype"]
+    if dtype.startswith("F8_") or (dtype == "U8" and name.endswith(".weight")):
+        raise UnsupportedError(f"{file}: {name} is stored as {dtype}; convert the fp8 model to bf16 or to MLX first")
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name} has the unknown dtype {dtype}")
+    start, end = tensor["data_offsets"]
+    if end - start != ITEM_BYTES[dtype] * math.prod(tensor["shape"]):
+        raise ValueError(f"{name} has {end - start} bytes, not those of {dtype} {tensor['shape']}")
 
 
 def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
 from .convert.gguf import convert_gguf
 from .errors import CheckpointError
@@ -56,15 +56,17 @@ def model_folder(name: str) -> Path:
         raise CheckpointError(f"{name} does not exist; give a folder or a hub name like mlx-community/Qwen3-4B-4bit")
     try:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
-        reason = str(e).strip().splitlines()[0]
-        raise CheckpointError(f"{name} is not a folder, and the hub could not give it: {reason}") from e
+    except (HTTPError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        reason = " ".join(str(e).split())[:200] or type(e).__name__
+        raise CheckpointError(
+            f"{name} is not a folder, and the hub could not give it: {reason}; check the name and the connection"
+        ) from e
 
 
 def cache_folder() -> Path:
     """Where this package keeps what it makes: $MLX_DFLASH_CACHE, or the platform's cache folder for one user."""
     if own := os.environ.get("MLX_DFLASH_CACHE"):
-        return Path(own)
+        return Path(own).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlx_dflash"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_dflash"
@@ -83,6 +85,11 @@ def demo_target_folder() -> Path:
             say(f"writing {folder}")
             convert_gguf(gguf, folder)
         return folder
+    except OSError as e:
+        raise CheckpointError(
+            f"the demo model can't be written to {folder} ({e}); free some space, or name another folder in "
+            "MLX_DFLASH_CACHE"
+        ) from e
     except DownloadError as e:
         say(f"{e}; trying the Hugging Face hub for {DEMO_HUB_NAME}")
     try:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from .errors import RequestError
 
 
@@ -23,7 +25,7 @@ class TextStream:
         stop: str | int | Sequence[str | int] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ):
-        wanted = [stop] if isinstance(stop, (str, int)) else list(stop or [])
+        wanted = list(stop) if isinstance(stop, (list, tuple, set)) else [] if stop is None else [stop]
         if not all(isinstance(s, (str, int)) and not isinstance(s, bool) and s != "" for s in wanted):
             raise RequestError(f"stop must be token ids or non-empty strings, not {stop!r}")
         self.stop_ids = set(tokenizer.eos_token_ids) | {s for s in wanted if isinstance(s, int)}
@@ -84,6 +86,14 @@ class TextStream:
         return 0
 
 
+def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """The tokenizer's chat template; what it rejects becomes a RequestError."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except (TemplateError, ValueError, TypeError) as e:
+        raise RequestError(f"the chat template rejects this conversation: {' '.join(str(e).split())}") from e
+
+
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | Sequence[dict[str, Any]], **template: Any) -> list[int]:
     """Token ids of a prompt: text as it is, ids, or chat messages through the tokenizer's template.
 
@@ -95,7 +105,7 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | Sequence[dict[st
     elif len(prompt) and isinstance(prompt[0], dict):
         if not tokenizer.has_chat_template:
             raise RequestError("the tokenizer has no chat template; give the prompt as text or token ids")
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, **template)
+        ids = apply_template(tokenizer, list(prompt), add_generation_prompt=True, **template)
     else:
         ids = prompt  # type: ignore[assignment]
     out = [int(i) for i in ids]

@@ -14,7 +14,7 @@ START_ROWS = 5
 def make_width(block_size: int | str, drafter: DFlashDrafter | None) -> Callable[[], int]:
     """The width of every round, for `block_size` "auto" or a number of rows; refuses one above the trained block."""
     if block_size != "auto" and (not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1):
-        raise RequestError(f'block_size must be "auto" or a whole number of rows from 1 on, not {block_size!r}')
+        raise RequestError(f'block_size must be "auto" or a whole number of rows, 1 or more, not {block_size!r}')
     if drafter is None:
         if isinstance(block_size, int) and block_size > 1:
             raise RequestError(f"block_size {block_size} needs a draft model; without one only 1 (plain) is possible")

@@ -1,7 +1,8 @@
 """What a user can get wrong ends with exit code 2, one line that names it and a remedy, and nothing on stdout."""
 
+import io
 import json
-import os
+import re
 import shutil
 import struct
 import subprocess
@@ -14,11 +15,16 @@ import pytest
 import tiny
 from mlx_lm.generate import setup_arg_parser
 
-from mlx_dflash.generate import REFUSED, build_parser, main
-
+command_line = tiny.command_line()
+REFUSED = command_line.REFUSED
+pytestmark = pytest.mark.usefixtures("offline")
 TARGET, DRAFT = tiny.target_folder(), tiny.draft_folder()
 REMEDY = r"give|use |drop|fuse|download|pass it|free|check|not supported|are supported|or more|or less|between|must be"
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+def as_json(value: object) -> str:
+    return json.dumps(value, default=lambda _: "removed")
 
 
 class Command:
@@ -27,14 +33,12 @@ class Command:
     def __init__(self, capfd: pytest.CaptureFixture[str]):
         self.capfd = capfd
 
-    def refuses(self, *argv: object, prompt: bool = True) -> str:
+    def refuses(self, *argv: object) -> str:
         """Run, expect a refusal, return its line."""
         self.capfd.readouterr()
-        given = [*map(str, argv), *(["--prompt", "w5 w6"] if prompt else []), "--max-tokens", "4"]
-        if "--max-tokens" in given[:-2]:
-            del given[-2:]
+        given = ["--max-tokens", "4", "--prompt", "w5 w6", *map(str, argv)]  # the last of a flag counts
         with pytest.raises(SystemExit) as exit_:
-            main(given)
+            command_line.main(given)
         out, err = self.capfd.readouterr()
         return one_line(exit_.value.code, out, err)
 
@@ -76,12 +80,18 @@ def draft(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t", "\\n"])
 def test_an_empty_prompt_is_refused(command, text):
-    names(command.refuses("--model", TARGET, "--prompt", text, prompt=False), "prompt is empty", "--prompt")
+    names(command.refuses("--model", TARGET, "--prompt", text), "prompt is empty", "--prompt")
 
 
 def test_an_empty_prompt_on_stdin_is_refused(command, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", open(os.devnull))
-    names(command.refuses("--model", TARGET, "--prompt", "-", prompt=False), "prompt is empty", "--prompt")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    names(command.refuses("--model", TARGET, "--prompt", "-"), "prompt is empty", "--prompt")
+
+
+def test_a_prompt_that_is_no_text_is_refused(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w5 \xff w6"), encoding="utf-8"))
+    names(command.refuses("--model", TARGET, "--prompt", "-"), "prompt", "UTF-8", remedy="")
+    names(command.refuses("--model", TARGET, "--prompt", "w5 \udcff w6"), "prompt", "UTF-8", remedy="")  # from argv
 
 
 @pytest.mark.parametrize("flag", sorted(REFUSED))
@@ -98,7 +108,7 @@ def test_every_flag_of_mlx_lm_is_known():
     def flags(parser: Any) -> set[str]:
         return {flag for action in parser._actions for flag in action.option_strings}
 
-    assert flags(setup_arg_parser()) <= flags(build_parser())
+    assert flags(setup_arg_parser()) <= flags(command_line.build_parser())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,6 @@ def test_every_flag_of_mlx_lm_is_known():
         (["--block-size", "4"], ["no drafter is known", TARGET, "--draft-model"]),
         (["--num-draft-tokens", "3"], ["no drafter is known", TARGET, "--draft-model"]),
         (["--draft-model", "auto"], ["no drafter is known", TARGET, "--draft-model"]),
-        (["--draft-model", ""], ["--draft-model"]),
     ],
 )
 def test_contradictory_or_impossible_speculation_is_refused(command, argv, things):
@@ -333,12 +342,10 @@ def test_a_shard_whose_link_leads_nowhere_is_refused(command, target):
     names(command.refuses("--model", target), file)
 
 
-@pytest.mark.parametrize(
-    "index", [{}, {"weight_map": None}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": 1}}]
-)
-def test_an_index_without_a_weight_map_is_refused(command, target, index):
+@pytest.mark.parametrize("weight_map", [tiny.REMOVE, None, [], {}, {"norm.weight": 1}], ids=as_json)
+def test_an_index_without_a_weight_map_is_refused(command, target, weight_map):
     shard(target)
-    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    tiny.edit_json(target / "model.safetensors.index.json", {"weight_map": weight_map})
     names(command.refuses("--model", target), target, "index", "download it again")
 
 
@@ -379,17 +386,14 @@ def test_an_unknown_model_type_is_refused(command, tmp_path, model_type):
         {"num_hidden_layers": tiny.REMOVE},
         {"vocab_size": None},
         {"rope_parameters": "yarn"},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
         {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
         {"quantization": {"group_size": 64}},
         {"quantization": True},
         {"eos_token_id": "w2"},
     ],
-    ids=str,
+    ids=as_json,
 )
 def test_a_target_config_with_a_wrong_or_missing_value_is_refused(command, tmp_path, overrides):
-    if overrides.get("rope_parameters") == {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}:
-        pytest.skip("YaRN targets load")
     folder = tiny.copy_folder(TARGET, tmp_path / "target", overrides)
     names(command.refuses("--model", folder), folder, remedy="")
 
@@ -397,22 +401,22 @@ def test_a_target_config_with_a_wrong_or_missing_value_is_refused(command, tmp_p
 @pytest.mark.parametrize(
     "overrides",
     [{"num_hidden_layers": 9}, {"num_hidden_layers": 7}, {"hidden_size": 64}, {"vocab_size": 310}],
-    ids=str,
+    ids=as_json,
 )
 def test_target_weights_of_another_size_than_the_config_says_are_refused(command, tmp_path, overrides):
     folder = tiny.copy_folder(TARGET, tmp_path / "target", overrides)
     names(command.refuses("--model", folder), folder, remedy="")
 
 
-NORM = "model.layers.3.mlp.up_proj.weight"
+PROJECTION = "model.layers.3.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda w: {k: v for k, v in w.items() if k != NORM},
+        lambda w: {k: v for k, v in w.items() if k != PROJECTION},
         lambda w: w | {"model.layers.3.mlp.middle_proj.weight": mx.zeros((4, 4))},
-        lambda w: w | {NORM: mx.zeros((4, 4))},
+        lambda w: w | {PROJECTION: mx.zeros((4, 4))},
     ],
     ids=["missing", "extra", "other shape"],
 )
@@ -433,13 +437,14 @@ def test_a_broken_tokenizer_is_refused(command, target, text):
     names(command.refuses("--model", target), target, "tokenizer", remedy="")
 
 
-def test_a_folder_without_tokenizer_is_refused(command, target):
-    (target / "tokenizer.json").unlink()
-    (target / "tokenizer_config.json").unlink()
+@pytest.mark.parametrize("missing", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+def test_a_folder_without_tokenizer_is_refused(command, target, missing):
+    for name in missing:
+        (target / name).unlink()
     names(command.refuses("--model", target), target, "tokenizer", remedy="")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "w2"}', '{"eos_token_id": [1.5]}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "w2"}'])
 def test_a_broken_generation_config_is_refused(command, target, text):
     (target / "generation_config.json").write_text(text)
     names(command.refuses("--model", target), target / "generation_config.json", remedy="")
@@ -447,10 +452,10 @@ def test_a_broken_generation_config_is_refused(command, target, text):
 
 def test_a_prompt_with_tokens_beyond_the_models_table_is_refused(command, tmp_path):
     def crop(weights: tiny.Tensors) -> tiny.Tensors:
-        return weights | {"model.embed_tokens.weight": weights["model.embed_tokens.weight"][:200]}
+        return weights | {"model.embed_tokens.weight": weights["model.embed_tokens.weight"][:100]}
 
-    folder = tiny.copy_folder(TARGET, tmp_path / "target", {"vocab_size": 200}, crop)
-    names(command.refuses("--model", folder, "--prompt", "w5 w250", prompt=False), "200", remedy="outside")
+    folder = tiny.copy_folder(TARGET, tmp_path / "target", {"vocab_size": 100}, crop)
+    names(command.refuses("--model", folder, "--prompt", "w5 w150"), "100", remedy="outside")
 
 
 # Drafters and pairs
@@ -490,11 +495,7 @@ def test_a_drafter_that_does_not_fit_is_refused_naming_both_sides(command, tmp_p
 
 def test_a_target_with_too_few_layers_is_refused(command, tmp_path):
     def crop(weights: tiny.Tensors) -> tiny.Tensors:
-        return {
-            k: v
-            for k, v in weights.items()
-            if not k.startswith(("model.layers.5.", "model.layers.6.", "model.layers.7."))
-        }
+        return {k: v for k, v in weights.items() if not re.match(r"model\.layers\.[567]\.", k)}
 
     short = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
     folder = tiny.copy_folder(TARGET, tmp_path / "target", short, crop)
@@ -560,7 +561,6 @@ DFLASH = {"mask_token_id": 299, "target_layer_ids": [1, 3, 5]}
         ({"attention_bias": True}, ["attention_bias"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn"]),
-        ({"draft_vocab_size": 200}, ["draft_vocab_size"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -599,9 +599,8 @@ def test_a_drafter_option_that_can_not_be_run_is_refused_by_name(command, tmp_pa
         {"dflash_config": DFLASH | {"output_multiplier": [2]}},
         {"quantization": True},
         {"quantization": {"bits": 4}},
-        {"quantization": {"group_size": 64, "bits": 4, "mode": "magic"}},
     ],
-    ids=lambda value: json.dumps(value, default=lambda _: "removed"),
+    ids=as_json,
 )
 def test_a_drafter_config_with_a_wrong_or_missing_value_is_refused(command, tmp_path, overrides):
     folder = tiny.copy_folder(DRAFT, tmp_path / "draft", overrides)
@@ -626,12 +625,11 @@ def test_drafter_tensors_that_do_not_match_the_format_are_named(command, tmp_pat
     names(command.refuses("--model", TARGET, "--draft-model", folder), folder, "layers.1.mlp.", remedy="")
 
 
-@pytest.mark.parametrize("dtype", [mx.uint8, mx.int8, mx.uint32], ids=str)
 @pytest.mark.parametrize("which", ["target", "draft"])
-def test_whole_numbers_in_place_of_weights_are_refused(command, tmp_path, which, dtype):
-    """fp8 files load as bytes; read as numbers they would only spoil acceptance, or the text."""
-    source, leaf = (TARGET, NORM) if which == "target" else (DRAFT, LEAF)
-    folder = tiny.copy_folder(source, tmp_path / which, tensors=lambda w: w | {leaf: w[leaf].astype(dtype)})
+def test_bytes_in_place_of_weights_are_refused(command, tmp_path, which):
+    """MLX loads fp8 as bytes; read as numbers they would only spoil the text, or acceptance."""
+    source, leaf = (TARGET, PROJECTION) if which == "target" else (DRAFT, LEAF)
+    folder = tiny.copy_folder(source, tmp_path / which, tensors=lambda w: w | {leaf: w[leaf].astype(mx.uint8)})
     argv = ["--model", folder] if which == "target" else ["--model", TARGET, "--draft-model", folder]
     names(command.refuses(*argv), folder, leaf.removeprefix("model."), remedy="")
 
@@ -639,31 +637,15 @@ def test_whole_numbers_in_place_of_weights_are_refused(command, tmp_path, which,
 # Real processes
 
 
-def run(tmp_path: Path, *argv: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    command: list[Any] = [sys.executable, "-m", "mlx_dflash.generate", *argv]
-    environment = os.environ | {"PYTHONUTF8": "1", "HF_HOME": str(tmp_path / "hub")}
-    return subprocess.run(command, input=stdin, capture_output=True, cwd=tmp_path, env=environment, timeout=60)
-
-
 @pytest.mark.parametrize(
     "argv",
     [
         ["--model", "models/modle"],
         ["--model", str(TARGET), "--draft-model", str(TARGET)],
-        ["--model", str(TARGET), "--temp", "nan"],
     ],
-    ids=["missing model", "no drafter", "bad option"],
+    ids=["missing model", "no drafter"],
 )
 def test_a_process_ends_with_code_2_and_one_line(tmp_path, argv):
-    done = run(tmp_path, *argv)
-    names(one_line(done.returncode, done.stdout.decode(), done.stderr.decode()), remedy="")
-
-
-def test_a_prompt_on_stdin_that_is_no_text_is_refused(tmp_path):
-    done = run(tmp_path, "--model", str(TARGET), "--prompt", "-", stdin=b"w5 \xff\xfe w6")
-    names(one_line(done.returncode, done.stdout.decode(), done.stderr.decode()), "prompt", "UTF-8", remedy="")
-
-
-def test_a_prompt_argument_that_is_no_text_is_refused(tmp_path):
-    done = run(tmp_path, "--model", str(TARGET), "--prompt", b"w5 \xff w6")
-    names(one_line(done.returncode, done.stdout.decode(), done.stderr.decode()), "prompt", "UTF-8", remedy="")
+    command = [sys.executable, "-m", "mlx_dflash.generate", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    one_line(done.returncode, done.stdout, done.stderr)

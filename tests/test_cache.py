@@ -8,9 +8,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_dflash.benchmarks.machine import rows_independent
 
 from mlx_dflash import load
-from mlx_dflash.benchmarks.machine import rows_independent
 from mlx_dflash.cache import STEP, FullKV, TargetCache
 
 GOLDEN = Path(__file__).parent / "golden"

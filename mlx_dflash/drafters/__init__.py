@@ -8,7 +8,7 @@ import mlx.nn as nn
 from ..checkpoint import Checkpoint, hold_in_fp32, load_arrays, open_checkpoint
 from ..errors import CheckpointError, PairError
 from ..targets import Target
-from .config import DrafterConfig, parse_config
+from .config import DrafterConfig, parse_config, refuse_other_methods
 from .dflash import DFlashDrafter, DFlashModel, DraftContext
 
 __all__ = ["DFlashDrafter", "DraftContext", "DrafterConfig", "load_drafter_folder"]
@@ -20,9 +20,10 @@ def load_drafter_folder(folder: Path, target: Target) -> DFlashDrafter:
     The pair is checked before any weight is read. Raises CheckpointError, UnsupportedError or PairError.
     """
     checkpoint = open_checkpoint(folder)
+    refuse_other_methods(checkpoint.config, str(folder / "config.json"))
     if not checkpoint.is_drafter:
         raise CheckpointError(
-            f"{folder} is a full model, not a DFlash drafter (it has no fc and hidden_norm); a drafter is needed"
+            f"{folder} is a full model, not a DFlash drafter (no fc and hidden_norm); give the drafter of this target"
         )
     config = parse_config(checkpoint.config, str(folder / "config.json"))
     check_pair(config, target, str(folder))
@@ -57,7 +58,7 @@ def check_pair(config: DrafterConfig, target: Target, where: str) -> None:
 def load_weights(checkpoint: Checkpoint, config: DrafterConfig) -> DFlashModel:
     """Build the module and fill it strictly: every tensor used, none missing; quantized ones as the config says."""
     weights: dict[str, mx.array] = {}
-    for file in checkpoint.files:
+    for file in checkpoint.files:  # whole, by open_checkpoint
         weights |= {name.removeprefix("model."): value for name, value in load_arrays(file)[0].items()}
     model = DFlashModel(config)
     if config.quantization is not None:
@@ -73,5 +74,7 @@ def load_weights(checkpoint: Checkpoint, config: DrafterConfig) -> DFlashModel:
         model.load_weights(list(weights.items()), strict=True)
     except ValueError as e:
         problem = " ".join(str(e).split())[:300]
-        raise CheckpointError(f"{checkpoint.folder} does not hold a z-lab v1 drafter: {problem}") from e
+        raise CheckpointError(
+            f"{checkpoint.folder} does not hold a z-lab v1 drafter: {problem}; download it again"
+        ) from e
     return model

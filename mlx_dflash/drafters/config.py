@@ -56,9 +56,8 @@ def parse_config(config: dict[str, Any], where: str) -> DrafterConfig:
 
     Raises UnsupportedError for another method or option, CheckpointError for a missing or wrong value.
     """
-    refuse_other_methods(config, where)
-    nested = dict(config.get("dflash_config") or {})
-    if nested.keys() & DFLASH2_KEYS:
+    nested = read_object(config, "dflash_config", where)
+    if (config.keys() | nested.keys()) & DFLASH2_KEYS:
         raise UnsupportedError(f"{where} is a DFlash 2 drafter (dynamic convolutions), which is not supported yet")
     if unknown := sorted(nested.keys() - DFLASH_KEYS):
         raise UnsupportedError(f"{where} has the unknown dflash_config key {unknown[0]!r}")
@@ -71,8 +70,16 @@ def parse_config(config: dict[str, Any], where: str) -> DrafterConfig:
             raise CheckpointError(f"{where} needs {key!r} as {kind.__name__}, found {value!r}")
         return value
 
+    def number(key: str, default: float | None) -> float | None:
+        value = merged.get(key)
+        if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+            raise CheckpointError(f"{where} needs {key!r} as a number, found {value!r}")
+        return float(value) if value else default
+
     taps = need("target_layer_ids", list)
-    softcap = merged.get("final_logit_softcapping")
+    quantization = read_object(merged, "quantization", where) or None
+    if quantization is not None and not {"group_size", "bits"} <= quantization.keys():
+        raise CheckpointError(f"{where} has 'quantization' without group_size and bits; convert the drafter again")
     parsed = DrafterConfig(
         **{k: need(k, int) for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")},
         **{k: need(k, int) for k in ("num_attention_heads", "num_key_value_heads", "head_dim")},
@@ -81,14 +88,21 @@ def parse_config(config: dict[str, Any], where: str) -> DrafterConfig:
         rope_theta=rope_theta(merged, where),
         target_layer_ids=tuple(taps),
         num_target_layers=merged.get("num_target_layers"),
-        input_embedding_scale=float(merged.get("input_embedding_scale") or 1.0),
-        output_multiplier=float(merged.get("output_multiplier") or 1.0),
-        final_logit_softcapping=float(softcap) if softcap else None,
-        quantization=merged.get("quantization"),
+        input_embedding_scale=number("input_embedding_scale", 1.0) or 1.0,
+        output_multiplier=number("output_multiplier", 1.0) or 1.0,
+        final_logit_softcapping=number("final_logit_softcapping", None),
+        quantization=quantization,
     )
     if parsed.block_size < 2 or not taps or not all(isinstance(t, int) and t >= 0 for t in taps):
         raise CheckpointError(f"{where} has block_size {parsed.block_size} and taps {taps}: not a usable drafter")
     return parsed
+
+
+def read_object(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} needs {key!r} as an object, found {value!r}")
+    return dict(value)
 
 
 def refuse_other_methods(config: dict[str, Any], where: str) -> None:
@@ -104,9 +118,13 @@ def refuse_other_methods(config: dict[str, Any], where: str) -> None:
 
 
 def refuse_options(merged: dict[str, Any], where: str) -> None:
-    kinds = set(merged.get("layer_types") or ["full_attention"])
-    sliding = merged.get("use_sliding_window") and merged.get("sliding_window")
-    if kinds != {"full_attention"} or sliding:
+    layer_types = merged.get("layer_types") or ["full_attention"]
+    if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
+        raise CheckpointError(f"{where} needs 'layer_types' as a list of names, found {layer_types!r}")
+    kinds = set(layer_types)
+    if merged.get("use_sliding_window") and merged.get("sliding_window") and kinds == {"full_attention"}:
+        raise UnsupportedError(f"{where} has use_sliding_window without sliding layer_types, which is not supported")
+    if kinds != {"full_attention"}:
         raise UnsupportedError(f"{where} has layer types {sorted(kinds)}; only full_attention is supported yet")
     causal = merged.get("is_causal") if merged.get("is_causal") is not None else merged.get("causal")
     if causal:
@@ -118,7 +136,7 @@ def refuse_options(merged: dict[str, Any], where: str) -> None:
 
 
 def rope_theta(merged: dict[str, Any], where: str) -> float:
-    rope = {**(merged.get("rope_scaling") or {}), **(merged.get("rope_parameters") or {})}
+    rope = {**read_object(merged, "rope_scaling", where), **read_object(merged, "rope_parameters", where)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise UnsupportedError(f"{where} has RoPE scaling {kind!r}, which is not supported yet")

@@ -1,6 +1,5 @@
 """Target families, and how a folder becomes one."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,15 @@ def load_target(folder: Path) -> tuple[Target, TokenizerWrapper]:
     """
     checkpoint = open_checkpoint(folder)
     family = family_of(checkpoint)
-    config = normalise(checkpoint.config)
+    config = normalise(checkpoint.config, str(folder / "config.json"))
+    if (path := folder / "generation_config.json").exists():
+        read_json(path)
     try:
         model, _ = load_model(folder, lazy=True, model_config=config)
-    except (ValueError, RuntimeError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{folder} does not load as {config['model_type']}: {first_line(e)}") from e
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as e:
+        raise CheckpointError(
+            f"{folder} does not load as {config['model_type']}: {one_line(e)}; download or convert it again"
+        ) from e
     if mx.default_device() == mx.Device(mx.cpu):
         hold_in_fp32(model)
     mx.eval(model.parameters(), private_arrays(model))
@@ -57,21 +60,25 @@ def private_arrays(model: Any) -> list[mx.array]:
 
 def tokenizer_of(checkpoint: Checkpoint) -> TokenizerWrapper:
     """The folder's tokenizer; its end-of-text ids are the union of tokenizer, config and generation_config."""
-    ends: set[int] = set(as_ids(checkpoint.config.get("eos_token_id")))
-    if (path := checkpoint.folder / "generation_config.json").exists():
-        ends |= set(as_ids(read_json(path).get("eos_token_id")))
+    folder = checkpoint.folder
+    ends = end_ids(checkpoint.config, folder / "config.json")
+    if (path := folder / "generation_config.json").exists():
+        ends |= end_ids(read_json(path), path)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        raise CheckpointError(f"{folder} has no tokenizer files; give a complete model folder")
     try:
-        return load_tokenizer(checkpoint.folder, eos_token_ids=sorted(ends))
-    except (ValueError, OSError, KeyError) as e:
-        raise CheckpointError(f"{checkpoint.folder} has no usable tokenizer: {first_line(e)}") from e
+        return load_tokenizer(folder, eos_token_ids=sorted(ends))
+    except (ValueError, OSError, LookupError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{folder} has no usable tokenizer: {one_line(e)}; download it again") from e
 
 
-def as_ids(value: int | Iterable[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+def end_ids(config: dict[str, Any], where: Path) -> set[int]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise CheckpointError(f"{where} has eos_token_id {value!r}; it must be a token id or a list of them")
+    return set(ids)
 
 
-def first_line(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return lines[0] if lines else type(e).__name__
+def one_line(e: BaseException, limit: int = 300) -> str:
+    return " ".join(str(e).split())[:limit] or type(e).__name__

@@ -5,12 +5,18 @@ transformers 5 nests RoPE settings in `rope_parameters`; mlx-lm 0.32 then silent
 
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 
 
-def normalise(config: dict[str, Any]) -> dict[str, Any]:
+def normalise(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
     """A copy with `rope_theta` and `rope_scaling` at top level and the defaults of the dense families spelled out."""
     flat = dict(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(flat.get(key) or {}, dict):
+            raise CheckpointError(f"{where} has {key} {flat[key]!r}, not an object; download it again")
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if not isinstance(flat.get(key), int):
+            raise CheckpointError(f"{where} needs {key} as a whole number; give a complete model folder")
     rope = flat.get("rope_parameters")
     flat["rope_parameters"] = None
     if rope:

@@ -1,0 +1,345 @@
+"""The command line `python -m mlx_dflash.generate`: one prompt, streamed text, and a line that says what ran.
+
+Results go to stdout, everything else to stderr. Exit 0 when text was generated, 2 with one line for anything the user
+can mend, 130 after Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import mlx.core as mx
+
+from . import __version__
+from .accept import Sampling
+from .api import GenerationResponse, GenerationResult, load, load_drafter, stream_generate
+from .drafters import DFlashDrafter
+from .errors import DFlashError, RequestError, UnsupportedError
+from .targets import Target
+from .text import apply_template, encode_prompt
+
+DEFAULT_PROMPT = "hello"  # mlx-lm's
+# Flags of mlx_lm.generate that are refused by name, with what to do instead.
+REFUSED: dict[str, str] = {
+    "adapter-path": "fuse the LoRA adapter into the model first (mlx_lm.fuse)",
+    "image": "only text prompts are supported",
+    "trust-remote-code": "no remote code is run",
+    "xtc-probability": "XTC sampling is not supported",
+    "xtc-threshold": "XTC sampling is not supported",
+    "max-kv-size": "a rotating cache would change the text",
+    "prompt-cache-file": "prompt caches are not supported yet",
+    "quantize-activations": "it would change the text",
+    "kv-bits": "quantized KV caches are not supported yet",
+    "kv-group-size": "quantized KV caches are not supported yet",
+    "quantized-kv-start": "quantized KV caches are not supported yet",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def fail(message: str) -> NoReturn:
+    print(f"mlx-dflash: error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def truth(value: str) -> bool:
+    return value.lower() not in ("false", "f", "0", "no")
+
+
+def rows(value: str) -> int | str:
+    return value if value == "auto" else int(value)
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="python -m mlx_dflash.generate", description="Generate text with DFlash speculative decoding.")
+    add = parser.add_argument
+    add("--version", action="version", version=f"mlx_dflash {__version__}")
+    add(
+        "--model",
+        default=None,
+        help="model folder or Hugging Face name (default: the demo pair)",
+    )
+    add("--draft-model", default=None, help="drafter folder or Hugging Face name (default: the model's known one)")
+    add("--block-size", type=rows, default=None, metavar="N|auto", help="rows verified a round, anchor included")
+    add("--num-draft-tokens", type=int, default=None, metavar="N", help="the same as --block-size N+1")
+    add("--plain", action="store_true", help="decode without a drafter")
+    add("--compare", action="store_true", help="decode plainly too; print both speeds and whether the tokens are equal")
+    add("--json", action="store_true", help="print one JSON object: text, tokens, finish_reason, stats")
+    add("--prompt", "-p", default=DEFAULT_PROMPT, help="the message; '-' reads it from stdin")
+    add("--system-prompt", default=None, help="system message for the chat template")
+    add("--prefill-response", default=None, help="beginning of the answer, for the chat template")
+    add("--chat-template-config", default=None, metavar="JSON", help="extra arguments for the chat template")
+    add("--ignore-chat-template", action="store_true", help="use the prompt as it is")
+    add("--use-default-chat-template", action="store_true", help="accepted as in mlx-lm; the template is always used")
+    add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
+    add("--max-tokens", "-m", type=int, default=256, help="most tokens to generate (-1: no limit; default 256)")
+    add("--temp", type=float, default=0.0, help="sampling temperature; 0 (default) is greedy")
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0)
+    add("--min-p", type=float, default=0.0)
+    add("--min-tokens-to-keep", type=int, default=1)
+    add("--seed", type=int, default=None, help="seed of the sampling noise (default: a fresh one, reported)")
+    add("--prefill-step-size", type=int, default=2048, help="prompt tokens forwarded at a time")
+    add("--profile", action="store_true", help="time drafting and verifying apart (slower)")
+    add("--verbose", type=truth, default=True, metavar="True|False", help="False prints the text only")
+    for name in REFUSED:
+        short = ["-qa"] if name == "quantize-activations" else []
+        add(f"--{name}", *short, nargs="*", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    try:
+        code = run(args)
+    except DFlashError as e:
+        fail(str(e))
+    except BrokenPipeError:  # the reader of our stdout has gone, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except KeyboardInterrupt:
+        note("interrupted")
+        code = 130
+    raise SystemExit(code)
+
+
+def run(args: argparse.Namespace) -> int:
+    for name, reason in REFUSED.items():
+        if getattr(args, name.replace("-", "_")) is not None:
+            raise UnsupportedError(f"--{name}: {reason}")
+    for name in ("model", "draft_model"):
+        if getattr(args, name) == "":
+            raise RequestError(f"--{name.replace('_', '-')} is empty; give a folder or a Hugging Face name")
+    block_size = wanted_rows(args)
+    # Bad settings are refused before a model is loaded.
+    Sampling(args.temp, args.top_p, args.top_k, args.min_p, args.min_tokens_to_keep, args.seed or 0)
+    extra = template_config(args.chat_template_config)
+    prompt = read_prompt(args.prompt)
+
+    model, tokenizer = load(args.model or "demo")
+    drafter, pair = choose_drafter(args, model)
+    for token in args.extra_eos_token:
+        add_eos_token(tokenizer, token)
+    options: dict[str, Any] = {
+        "max_tokens": args.max_tokens,
+        "temp": args.temp,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "min_tokens_to_keep": args.min_tokens_to_keep,
+        "seed": args.seed,
+        "stop": args.stop,
+        "profile": args.profile,
+        "prefill_step_size": args.prefill_step_size,
+    }
+    ids = template(tokenizer, prompt, args, extra)
+    with Interrupt() as interrupt:
+        options |= {"interrupted": interrupt.asked, "prompt_progress_callback": interrupt.check}
+        stream = stream_generate(model, tokenizer, ids, draft_model=drafter, block_size=block_size, **options)
+        result = show(stream, quiet=args.json)
+        report: dict[str, Any] = {
+            "text": result.text,
+            "tokens": result.tokens,
+            "finish_reason": result.finish_reason,
+            "stats": result.stats.to_dict(),
+        }
+        if args.verbose:
+            note(f"{pair}\n{summary(result)}")
+        if args.compare and not interrupt.pressed:
+            seed = result.stats.sampling.get("seed")
+            options["seed"] = args.seed if seed is None else seed
+            stream = stream_generate(model, tokenizer, ids, **options)
+            plain = show(stream, quiet=True)
+            if not interrupt.pressed:
+                report["compare"] = compare(model, ids, result, plain)
+                note(comparison(report["compare"]))
+    if args.json:
+        print(json.dumps(report, ensure_ascii=False), flush=True)
+    return 130 if interrupt.pressed else 0
+
+
+def wanted_rows(args: argparse.Namespace) -> int | str:
+    """The block size that the flags ask for, after refusing contradictions."""
+    if args.plain and (args.draft_model or args.num_draft_tokens or args.block_size not in (None, 1)):
+        raise RequestError("--plain contradicts --draft-model, --block-size and --num-draft-tokens; drop one of them")
+    if args.block_size is not None and args.num_draft_tokens is not None:
+        raise RequestError("--block-size and --num-draft-tokens set the same thing; give one of them")
+    if args.num_draft_tokens is not None:
+        if args.num_draft_tokens < 0:
+            raise RequestError(f"--num-draft-tokens must be 0 (plain) or more, not {args.num_draft_tokens}")
+        return int(args.num_draft_tokens) + 1
+    if isinstance(args.block_size, int) and args.block_size < 1:
+        raise RequestError(f'--block-size must be "auto" or 1 (plain) or more, not {args.block_size}')
+    return "auto" if args.block_size is None else args.block_size
+
+
+def read_prompt(value: str) -> str:
+    """The text of --prompt, or stdin's for '-'; backslash-n and -t are a newline and a tab, as in mlx-lm."""
+    try:
+        prompt = sys.stdin.read() if value == "-" else value.replace("\\n", "\n").replace("\\t", "\t")
+        prompt.encode()
+    except UnicodeError as e:
+        raise RequestError("the prompt is not valid UTF-8; convert it first") from e
+    if not prompt.strip():
+        raise RequestError("the prompt is empty; give some text with --prompt, or pipe it in with --prompt -")
+    return prompt
+
+
+def template_config(value: str | None) -> dict[str, Any]:
+    try:
+        extra = json.loads(value or "{}")
+    except ValueError as e:
+        raise RequestError(f"--chat-template-config is not valid JSON: {e}") from e
+    if not isinstance(extra, dict):
+        raise RequestError(f"--chat-template-config must be a JSON object, not {value}")
+    return extra
+
+
+def choose_drafter(args: argparse.Namespace, model: Target) -> tuple[DFlashDrafter | None, str]:
+    """The drafter to use and a line that names the pair."""
+    name = args.model or "demo (SmolLM2-135M-Instruct)"
+    if args.plain:
+        return None, f"{name}, no drafter (--plain)"
+    wanted = args.draft_model
+    if wanted in (None, "auto") and args.model in (None, "demo"):
+        wanted = "demo"
+    if wanted == "auto":
+        raise RequestError(f"no drafter is known for {name}; give its folder or hub name with --draft-model")
+    if wanted is None:
+        if args.num_draft_tokens or args.block_size not in (None, 1, "auto"):
+            raise RequestError(f"no drafter is known for {name}; give its folder or hub name with --draft-model")
+        return None, f"{name}, plain decoding: no drafter is known for it; give one with --draft-model"
+    return load_drafter(wanted, model), f"{name} + drafter {wanted}"
+
+
+def add_eos_token(tokenizer: Any, token: str) -> None:
+    try:
+        tokenizer.add_eos_token(token)
+    except ValueError as e:
+        raise RequestError(f"--extra-eos-token: {e}") from e
+
+
+def template(tokenizer: Any, prompt: str, args: argparse.Namespace, extra: dict[str, Any]) -> list[int]:
+    """Prompt ids as mlx_lm.generate makes them: through the chat template, if there is one and it is wanted."""
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        for name in ("system_prompt", "prefill_response"):
+            if getattr(args, name) is not None:
+                raise RequestError(f"--{name.replace('_', '-')} needs a chat template, and none is used here; drop it")
+        return encode_prompt(tokenizer, prompt)
+    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
+    messages.append({"role": "user", "content": prompt})
+    answer = args.prefill_response is not None
+    if answer:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+    text = apply_template(
+        tokenizer, messages, tokenize=False, continue_final_message=answer, add_generation_prompt=not answer, **extra
+    )
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+class Interrupt:
+    """Ctrl-C once: stop after the tokens that are committed. Twice: at once."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __enter__(self) -> "Interrupt":
+        self.old = signal.signal(signal.SIGINT, self.press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.old)
+
+    def press(self, *_: object) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+    def asked(self) -> bool:
+        return self.pressed
+
+    def check(self, *_: object) -> None:
+        """Between chunks of a long prompt there is no text yet to end well."""
+        if self.pressed:
+            raise KeyboardInterrupt
+
+
+def show(stream: Iterator[GenerationResponse], quiet: bool) -> GenerationResult:
+    """Print the text as it comes and collect it."""
+    text, tokens = "", []
+    last = None
+    for last in stream:
+        text += last.text
+        tokens.append(last.token)
+        if not quiet and last.text:
+            print(last.text, end="", flush=True)
+    if not quiet:
+        print(flush=True)
+    assert last is not None and last.stats is not None and last.finish_reason is not None
+    return GenerationResult(text, tokens, last.finish_reason, last.stats)
+
+
+def summary(result: GenerationResult) -> str:
+    """One line: mode, speed, mean accepted length, acceptance, block sizes."""
+    s = result.stats
+    parts = [s.mode, f"{s.generation_tps:.1f} tokens/s"]
+    if s.mean_accepted_length is not None and s.acceptance_rate is not None:
+        parts.append(f"mean accepted length {s.mean_accepted_length:.2f}")
+        parts.append(f"acceptance {s.acceptance_rate:.1%}")
+    blocks = ", ".join(f"{n} x {size}" for size, n in sorted(s.block_sizes.items(), reverse=True))
+    parts.append(f"block sizes {blocks or 'none'}")
+    if s.timing == "profiled" and s.draft_time is not None and s.verify_time is not None and s.host_time is not None:
+        parts.append(f"draft {s.draft_time:.2f} s, verify {s.verify_time:.2f} s, host {s.host_time:.2f} s")
+    parts.append(f"{s.generation_tokens} tokens, {result.finish_reason}")
+    parts.append(f"prompt {s.prompt_tokens} tokens, first token after {s.ttft:.2f} s")
+    parts.append(f"peak memory {s.peak_memory / 1e9:.2f} GB")
+    if s.sampling.get("temp"):
+        parts.append(f"seed {s.sampling['seed']}")
+    return " | ".join(parts)
+
+
+def compare(model: Target, ids: list[int], result: GenerationResult, plain: GenerationResult) -> dict[str, Any]:
+    """Both speeds, whether the tokens are equal, else where they part and by what logit margin."""
+    out: dict[str, Any] = {
+        "tokens_per_second": result.stats.generation_tps,
+        "plain_tokens_per_second": plain.stats.generation_tps,
+        "speedup": result.stats.generation_tps / max(plain.stats.generation_tps, 1e-9),
+        "equal": result.tokens == plain.tokens,
+    }
+    if not out["equal"]:
+        pairs = enumerate(zip(result.tokens, plain.tokens, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(result.tokens), len(plain.tokens)))
+        out["first_difference"] = at
+        if at < min(len(result.tokens), len(plain.tokens)):
+            prefix = mx.array([ids + plain.tokens[:at]], mx.uint32)
+            logits, _ = model.forward(prefix, model.make_cache(), last_logits_only=True)
+            out["logit_margin"] = abs((logits[0, -1, result.tokens[at]] - logits[0, -1, plain.tokens[at]]).item())
+    return out
+
+
+def comparison(values: dict[str, Any]) -> str:
+    speeds = "{tokens_per_second:.1f} against {plain_tokens_per_second:.1f} tokens/s plain, {speedup:.2f} x"
+    if values["equal"]:
+        return speeds.format(**values) + " | tokens equal"
+    margin = f", logit margin {values['logit_margin']:.1e}" if "logit_margin" in values else ""
+    return speeds.format(**values) + f" | tokens part at {values['first_difference']}{margin}"
+
+
+def note(text: str) -> None:
+    """A remark on stderr, dimmed on a terminal unless NO_COLOR is set."""
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\x1b[2m{text}\x1b[0m" if colour else text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""What test files share. Whole models for tests are in tiny.py."""
+
+import socket
+
+import huggingface_hub.constants
+import pytest
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No network, here and in subprocesses, and an empty cache: what the user has downloaded is out of sight."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("MLX_DFLASH_CACHE", str(tmp_path_factory.getbasetemp() / "mlx_dflash"))
