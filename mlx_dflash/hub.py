@@ -14,7 +14,8 @@ from importlib import resources
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
 
 from .convert.gguf import convert_gguf
 from .errors import CheckpointError
@@ -56,7 +57,7 @@ def model_folder(name: str) -> Path:
         raise CheckpointError(f"{name} does not exist; give a folder or a hub name like mlx-community/Qwen3-4B-4bit")
     try:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
-    except (HTTPError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+    except (TransportError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         reason = " ".join(str(e).split())[:200] or type(e).__name__
         raise CheckpointError(
             f"{name} is not a folder, and the hub could not give it: {reason}; check the name and the connection"

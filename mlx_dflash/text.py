@@ -105,7 +105,8 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | Sequence[dict[st
     elif len(prompt) and isinstance(prompt[0], dict):
         if not tokenizer.has_chat_template:
             raise RequestError("the tokenizer has no chat template; give the prompt as text or token ids")
-        ids = apply_template(tokenizer, list(prompt), add_generation_prompt=True, **template)
+        messages: list[Any] = list(prompt)
+        ids = apply_template(tokenizer, messages, add_generation_prompt=True, **template)
     else:
         ids = prompt  # type: ignore[assignment]
     out = [int(i) for i in ids]

@@ -38,11 +38,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.add_argument("--model", default="demo", help="target folder or name (default: demo)")
         command.add_argument("--work", type=Path, required=True, help="work folder of this training")
         if name == "generate":
-            command.add_argument("--prompts", type=int, default=1005, help="how many of the built-in prompts")
+            command.add_argument(
+                "--prompts", type=int, default=10_000, help="how many of the built-in prompts, at most"
+            )
             command.add_argument("--max-tokens", type=int, default=160, help="longest answer, tokens")
         if name == "train":
             command.add_argument("--config", type=Path, default=None, help="training.json to use")
             command.add_argument("--steps", type=int, default=None, help="optimizer steps")
+            command.add_argument(
+                "--start", type=Path, default=None, help="checkpoint of another training to begin with"
+            )
         if name in ("export", "evaluate"):
             command.add_argument("--drafter", type=Path, required=True, help="folder of the exported drafter")
         if name == "export":
@@ -76,7 +81,7 @@ def run_train(args: argparse.Namespace) -> None:
     config = load_config(args.config or stored) if args.config or stored.exists() else TrainingConfig()
     if args.steps is not None:
         config = replace(config, steps=args.steps)
-    train(target, samples, config, args.work, report=log)
+    train(target, samples, config, args.work, report=log, start=args.start)
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -86,7 +91,8 @@ def run_export(args: argparse.Namespace) -> None:
     shape = drafter_config(config, target)
     model = DFlashModel(shape)
     model.load_weights(model_weights(load_arrays(args.work / "checkpoint.safetensors")[0]))
-    scales = tap_scales(cache_features(target, samples, config.taps, args.work), len(config.taps))
+    features = cache_features(target, samples, (*config.taps, target.num_layers - 1), args.work)
+    scales = tap_scales(features, len(config.taps) + 1)[:-1]
     export_drafter(model, shape, scales, args.drafter, bits=args.bits or None)
     log(f"wrote {args.drafter}")
 
@@ -113,7 +119,8 @@ def training_facts(config: TrainingConfig, samples: list[Any], args: argparse.Na
         "prompts": "built in (`mlx_dflash/training/prompts.py`), six task classes",
         "steps": f"{config.steps} of {config.sequences} x {config.anchors} blocks of {sorted(set(config.widths))} rows",
         "optimizer": f"AdamW, peak {config.learning_rate}, {config.warmup} warm-up steps, cosine",
-        "loss": f"cross entropy against the target's tokens, weight exp(-(k-1)/{config.gamma:g})",
+        "loss": f"against the target's {config.targets}, draft k weighted exp(-(k-1)/{config.gamma:g})",
+        "noise on the features": config.feature_noise,
         "start": f"the target's last {config.layers} layers",
         "seed": config.seed,
         "held-out prompts": f"{args.per_class} a class, {args.max_tokens} tokens each",

@@ -11,8 +11,11 @@ class TrainingConfig:
     """layers, block_size, taps: the drafter's shape; mask_token_id: a token the target never emits.
 
     A step takes `sequences` answers with `anchors` blocks each, all of one width drawn from `widths`. The loss of draft
-    k is weighted exp(-(k - 1) / gamma). The softmax is over the step's own labels, the `frequent` most common
-    tokens and `negatives` drawn ones, whose logits carry the log of their sampling rate.
+    k is weighted exp(-(k - 1) / gamma). `targets` is what the drafts are fitted to: the target's "tokens" (cross
+    entropy) or its "distribution" (cross entropy against its softmax, plus `alignment` x (1 - cosine) between the
+    drafter's and the target's final hidden states). The softmax is over the step's own labels, the `frequent` most
+    common tokens and `negatives` drawn ones, whose logits carry the log of their sampling rate. `feature_noise`:
+    standard deviation of Gaussian noise on the scaled features, against learning the answers by heart.
     """
 
     layers: int = 2
@@ -24,9 +27,12 @@ class TrainingConfig:
     anchors: int = 24
     widths: tuple[int, ...] = (8, 8, 8, 5, 6, 4)
     gamma: float = 4.0
+    targets: str = "distribution"
+    alignment: float = 2.0
+    feature_noise: float = 0.3
     learning_rate: float = 1e-3
     warmup: int = 100
-    weight_decay: float = 0.01
+    weight_decay: float = 0.1
     frequent: int = 2048
     negatives: int = 2048
     seed: int = 0

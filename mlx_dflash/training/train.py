@@ -33,6 +33,7 @@ class Batch:
     anchors: mx.array  # (S, K) absolute positions
     ids: mx.array
     known: mx.array  # (S, K, width - 1) label lies inside the answer
+    final: mx.array  # (S, K, width - 1, hidden) the target's last layer where it chose each label
 
 
 def drafter_config(config: TrainingConfig, target: Target) -> DrafterConfig:
@@ -59,22 +60,26 @@ def draw_batch(
     rng: random.Random, config: TrainingConfig, samples: list[Sample], features: Features, scale: np.ndarray
 ) -> Batch:
     """Draw sequences, a width, and anchors among the answer's tokens that have at least one token after them."""
-    width = rng.choice(config.widths)
+    width, taps = rng.choice(config.widths), len(scale)
     long = [i for i, s in enumerate(samples) if len(s.answer) > 2]
     chosen = rng.sample(long, min(config.sequences, len(long)))
-    rows = [features.of(i).astype(np.float32) * scale for i in chosen]
+    states = [features.of(i).astype(np.float32) for i in chosen]
+    rows = [s[:, :taps] * scale for s in states]
     context = max(map(len, rows))
     padded = np.stack([np.pad(r, ((0, context - len(r)), (0, 0))) for r in rows])
-    anchors, ids, known = [], [], []
-    for i in chosen:
+    anchors, ids, known, final = [], [], [], []
+    for i, state in zip(chosen, states, strict=True):
         sample = samples[i]
         text = sample.prompt + sample.answer
         at = sorted(rng.choices(range(len(sample.prompt), len(text) - 1), k=config.anchors))
         anchors.append(at)
         ids.append([(text[a : a + width] + [0] * width)[:width] for a in at])
         known.append([[a + k < len(text) for k in range(1, width)] for a in at])
+        chose = np.minimum(np.array(at)[:, None] + np.arange(width - 1), len(text) - 1)
+        final.append(state[chose, taps:])
     lengths = mx.array([len(r) for r in rows])
-    return Batch(mx.array(padded), lengths, mx.array(anchors), mx.array(ids), mx.array(known))
+    inputs = (mx.array(padded), lengths, mx.array(anchors), mx.array(ids))
+    return Batch(*inputs, mx.array(known), mx.array(np.stack(final)))
 
 
 def candidates(
@@ -95,17 +100,27 @@ def loss_of(
     target: Target,
     batch: Batch,
     softmax: tuple[mx.array, mx.array, mx.array],
-    gamma: float,
+    config: TrainingConfig,
+    noise_key: mx.array,
 ) -> mx.array:
-    """Mean cross entropy of the drafts, weighted exp(-(k - 1) / gamma); embedding and head are the target's, frozen."""
+    """Weighted mean loss of the drafts (TrainingConfig says of what); embedding and head are the target's, frozen."""
     width = batch.ids.shape[-1]
     masks = mx.full((*batch.ids.shape[:2], width - 1), shape.mask_token_id, batch.ids.dtype)
     noise = target.embed(mx.concatenate([batch.ids[..., :1], masks], axis=-1))
-    hidden = draft_hidden(model, shape, batch.features, batch.lengths, noise, batch.anchors)[:, :, 1:]
+    features = batch.features
+    if config.feature_noise:
+        features = features + config.feature_noise * mx.random.normal(features.shape, key=noise_key)
+    hidden = draft_hidden(model, shape, features, batch.lengths, noise, batch.anchors)[:, :, 1:]
     tokens, shift, place = softmax
-    logits = hidden @ head_rows(target, tokens).T + shift  # (S, K, width - 1, c)
-    losses = nn.losses.cross_entropy(logits, place)
-    weights = batch.known * mx.exp(-mx.arange(width - 1) / gamma)
+    rows = head_rows(target, tokens)
+    logits = hidden @ rows.T + shift  # (S, K, width - 1, c)
+    if config.targets == "tokens":
+        losses = nn.losses.cross_entropy(logits, place)
+    else:
+        true = mx.stop_gradient(target.norm(batch.final))
+        losses = nn.losses.cross_entropy(logits, mx.softmax(true @ rows.T + shift, axis=-1))
+        losses = losses + config.alignment * (1 - nn.losses.cosine_similarity_loss(hidden, true, axis=-1))
+    weights = batch.known * mx.exp(-mx.arange(width - 1) / config.gamma)
     return (losses * weights).sum() / weights.sum()
 
 
@@ -123,26 +138,31 @@ def train(
     folder: Path,
     report: Callable[[str], None] = print,
     save_every: int = 100,
+    start: Path | None = None,
 ) -> tuple[DFlashModel, DrafterConfig, list[float]]:
     """Train for `config.steps`, going on from the folder's checkpoint if there is one.
 
+    A new run begins with the target's last layers, or with the weights of the checkpoint `start`.
     Returns the model, its config and the tap scales that its input was multiplied with.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config.save(folder / "training.json")
-    features = cache_features(target, samples, config.taps, folder)
-    scales = tap_scales(features, len(config.taps))
+    features = cache_features(target, samples, (*config.taps, target.num_layers - 1), folder)
+    scales = tap_scales(features, len(config.taps) + 1)[:-1]
     scale = np.repeat(np.array(scales, np.float32), target.hidden_size)
     counts = Counter(t for s in samples for t in s.answer)
     frequent = np.array([t for t, _ in counts.most_common(config.frequent)])
 
     shape = drafter_config(config, target)
     model = DFlashModel(shape)
-    start_from_target(model, shape, target, mx.array([samples[0].prompt + samples[0].answer]))
-    optimizer = optim.AdamW(schedule(config), weight_decay=config.weight_decay)
+    if start is None:
+        start_from_target(model, shape, target, mx.array([samples[0].prompt + samples[0].answer]))
+    else:
+        model.load_weights(model_weights(load_arrays(start)[0]))
+    optimizer = optim.AdamW(schedule(config), weight_decay=config.weight_decay, bias_correction=True)
     optimizer.init(model.trainable_parameters())
     step = restore(folder, model, optimizer)
-    value_and_grad = nn.value_and_grad(model, lambda m, b, s: loss_of(m, shape, target, b, s, config.gamma))
+    value_and_grad = nn.value_and_grad(model, lambda m, *inputs: loss_of(m, shape, target, *inputs))
     losses: list[float] = []
     started, first = time.perf_counter(), step
     while step < config.steps:
@@ -150,7 +170,7 @@ def train(
         batch = draw_batch(rng, config, samples, features, scale)
         labels = np.array(batch.ids[..., 1:])
         softmax = candidates(np.random.default_rng([config.seed, step]), config, labels, frequent, shape.vocab_size)
-        loss, grads = value_and_grad(model, batch, softmax)
+        loss, grads = value_and_grad(model, batch, softmax, config, mx.random.key(step))
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         optimizer.update(model, grads)
         mx.eval(model.parameters(), optimizer.state, loss)
