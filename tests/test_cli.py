@@ -368,7 +368,11 @@ def test_ctrl_c_while_loading_ends_at_once(command, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(command_line, "load", load)
-    assert command() == (130, "", "interrupted\n")
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored SIGINT
+    try:
+        assert command() == (130, "", "interrupted\n")
+    finally:
+        signal.signal(signal.SIGINT, old)
 
 
 def test_ctrl_c_in_a_long_prompt_ends_at_once(command, monkeypatch):

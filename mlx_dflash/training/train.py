@@ -159,7 +159,8 @@ def train(
         start_from_target(model, shape, target, mx.array([samples[0].prompt + samples[0].answer]))
     else:
         model.load_weights(model_weights(load_arrays(start)[0]))
-    optimizer = optim.AdamW(schedule(config), weight_decay=config.weight_decay, bias_correction=True)
+    decay = config.weight_decay
+    optimizer = optim.AdamW(schedule(config), betas=[0.9, 0.98], weight_decay=decay, bias_correction=True)
     optimizer.init(model.trainable_parameters())
     step = restore(folder, model, optimizer)
     value_and_grad = nn.value_and_grad(model, lambda m, *inputs: loss_of(m, shape, target, *inputs))
