@@ -90,6 +90,8 @@ def stream_generate(
     seed: int | None = None,
     stop: str | int | Sequence[str | int] | None = None,
     block_size: int | str = "auto",
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
     profile: bool = False,
     prefill_step_size: int = 2048,
     prompt_progress_callback: Progress | None = None,
@@ -100,8 +102,10 @@ def stream_generate(
 
     draft_model None decodes plainly. block_size: rows verified in a round, anchor included (1 = plain), or "auto".
     max_tokens -1 means no limit. stop: strings or token ids, beside the model's own stop ids. interrupted: asked after
-    every round; True ends the text there. profile times draft and verify apart, at a cost. Raises, before anything
-    runs, RequestError for a bad option and UnsupportedError for one of mlx-lm's that this version does not have.
+    every round; True ends the text there. kv_bits (4 or 8) quantizes the keys and values of full attention from the
+    first token on, in groups of kv_group_size (64 or 32; None: the larger that fits). profile times draft and verify
+    apart, at a cost. Raises, before anything runs, RequestError for a bad option and UnsupportedError for one of
+    mlx-lm's that this version or this model does not have.
     """
     for name, value in unsupported.items():
         refuse_option(name, value)
@@ -112,6 +116,7 @@ def stream_generate(
         raise RequestError(f"prefill_step_size must be 1 or more, not {prefill_step_size}")
     if draft_model is not None and draft_model.target is not model:
         raise RequestError("draft_model is bound to another target; load it with load_drafter(path, model)")
+    check_kv_quantization(kv_bits, kv_group_size)
     width = make_width(block_size, draft_model)
     if block_size == 1:
         draft_model = None
@@ -123,7 +128,7 @@ def stream_generate(
     observer.stats.sampling = sampling.to_dict()
     text = TextStream(tokenizer, stop, interrupted)
     context = draft_model.make_context() if draft_model is not None else None
-    state = State(ids, model.make_cache(), context)
+    state = State(ids, model.make_cache(kv_bits, kv_group_size), context)
     decoder = Decoder(model, draft_model, state, width, sampling.draw, text.cut, observer)
     limit = max_tokens if max_tokens > 0 else 2**62
     return respond(decoder, text, observer, limit, prefill_step_size)
@@ -187,13 +192,20 @@ LATER_OPTIONS: dict[str, Any] = {
     "logits_processors": None,
     "logprobs": False,
     "top_logprobs": 0,
-    "kv_bits": None,
+    "quantized_kv_start": 0,
     "max_kv_size": None,
     "prompt_cache": None,
     "sampler": None,
     "input_embeddings": None,
     "xtc_probability": 0.0,
 }
+
+
+def check_kv_quantization(kv_bits: int | None, kv_group_size: int | None) -> None:
+    if kv_bits not in (None, 4, 8):
+        raise RequestError(f"kv_bits must be 4 or 8, not {kv_bits}")
+    if kv_group_size not in (None, 32, 64):
+        raise RequestError(f"kv_group_size must be 64 or 32, not {kv_group_size}")
 
 
 def refuse_option(name: str, value: Any) -> None:

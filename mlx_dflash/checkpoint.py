@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from .errors import CheckpointError, UnsupportedError
 
@@ -37,9 +38,10 @@ class Checkpoint:
 
     @property
     def is_drafter(self) -> bool:
-        """DFlash drafters say `model_type: qwen3`; the context projection and the missing embedding tell them apart."""
+        """A drafter may say `model_type: qwen3` and hold an embedding; the context projection tells it apart."""
         names = {n.removeprefix("model.") for n in self.shapes}
-        return "fc.weight" in names and "hidden_norm.weight" in names and "embed_tokens.weight" not in names
+        pairs = (("fc", "hidden_norm"), ("encoder.fc", "encoder.output_norm_enc"))  # the second: Muse assistant
+        return any(f"{fc}.weight" in names and f"{norm}.weight" in names for fc, norm in pairs)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -137,31 +139,50 @@ def hold_in_fp32(model: nn.Module) -> None:
     """Replace quantized modules by plain ones of the same values and widen all other floats to fp32.
 
     MLX's CPU backend runs quantized layers on 16-bit activations 8 to 40 times slower than fp32, and accumulates
-    bf16 in bf16. Scales and biases are widened first, so ``scale * q + bias`` is not rounded to their 16 bits.
+    bf16 in bf16. Raises UnsupportedError for a packed module of a kind that is not known here.
     """
-
-    def plain(_: str, module: nn.Module) -> nn.Module:
-        if not isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
-            return module
-        biases = module.get("biases")
-        affine = module.mode == "affine"
-        weight = mx.dequantize(
-            module.weight,
-            module.scales.astype(mx.float32) if affine else module.scales,
-            biases.astype(mx.float32) if biases is not None else None,
-            group_size=module.group_size,
-            bits=module.bits,
-            mode=module.mode,
-        ).astype(mx.float32)
-        if isinstance(module, nn.QuantizedEmbedding):
-            out: nn.Module = nn.Embedding(1, 1)
-        else:
-            out = nn.Linear(1, 1, bias="bias" in module)
-            if "bias" in module:
-                out.bias = module.bias
-        out.weight = weight
-        return out
-
-    leaves = tree_map_with_path(plain, model.leaf_modules(), is_leaf=nn.Module.is_module)
+    leaves = tree_map_with_path(lambda _, module: plain(module), model.leaf_modules(), is_leaf=nn.Module.is_module)
     model.update_modules(leaves)
+    for path, module in model.named_modules():
+        if (weight := module.get("weight")) is not None and not mx.issubdtype(weight.dtype, mx.floating):
+            raise UnsupportedError(
+                f"{path} is a {type(module).__name__}, a packed layer that can't be held in fp32 on the CPU; "
+                "give a folder that is not quantized, or one that mlx_lm.convert quantized"
+            )
     model.set_dtype(mx.float32)
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module without quantization, for the kinds that mlx-lm's models are built of; any other as it is.
+
+    By exact type: a subclass may compute something else.
+    """
+    kind, bias = type(module), "bias" in module
+    if kind is nn.QuantizedLinear:
+        out: nn.Module = nn.Linear(1, 1, bias=bias)
+    elif kind is nn.QuantizedEmbedding:
+        out = nn.Embedding(1, 1)
+    elif kind is QuantizedSwitchLinear:
+        out = SwitchLinear(1, 1, 1, bias=bias)
+    else:
+        return module
+    out.weight = unpacked(module)
+    if bias:
+        out.bias = module.bias
+    return out
+
+
+def unpacked(module: nn.Module) -> mx.array:
+    """The weights (..., out, in) of a quantized module in fp32, which holds them exactly.
+
+    Affine scales and biases are widened first, so ``scale * q + bias`` is not rounded to their 16 bits.
+    """
+    scales, biases = module.scales, module.get("biases")
+    if module.mode == "affine":
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode, "dtype": mx.float32}
+    if (tensor_scales := module.get("global_scale")) is None:
+        return mx.dequantize(module.weight, scales, biases, **how)
+    # nvfp4 with one more scale for every expert, (experts,)
+    experts = zip(module.weight, scales, tensor_scales, strict=True)
+    return mx.stack([mx.dequantize(w, s, global_scale=g, **how) for w, s, g in experts])

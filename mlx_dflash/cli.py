@@ -14,7 +14,14 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .accept import Sampling
-from .api import GenerationResponse, GenerationResult, load, load_drafter, stream_generate
+from .api import (
+    GenerationResponse,
+    GenerationResult,
+    check_kv_quantization,
+    load,
+    load_drafter,
+    stream_generate,
+)
 from .drafters import DFlashDrafter
 from .errors import DFlashError, RequestError, UnsupportedError
 from .report import compare, comparison, summary
@@ -32,9 +39,6 @@ REFUSED: dict[str, str] = {
     "max-kv-size": "a rotating cache would change the text",
     "prompt-cache-file": "prompt caches are not supported yet",
     "quantize-activations": "it would change the text",
-    "kv-bits": "quantized KV caches are not supported yet",
-    "kv-group-size": "quantized KV caches are not supported yet",
-    "quantized-kv-start": "quantized KV caches are not supported yet",
 }
 
 
@@ -89,6 +93,9 @@ def build_parser() -> Parser:
     add("--min-tokens-to-keep", type=int, default=1)
     add("--seed", type=int, default=None, help="seed of the sampling noise (default: a fresh one, reported)")
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens forwarded at a time")
+    add("--kv-bits", type=int, default=None, metavar="4|8", help="quantize keys and values of full attention")
+    add("--kv-group-size", type=int, default=None, metavar="64|32", help="values a scale (default: what fits)")
+    add("--quantized-kv-start", type=int, default=0, help=argparse.SUPPRESS)
     add("--profile", action="store_true", help="time drafting and verifying apart (slower)")
     add("--verbose", type=truth, default=True, metavar="True|False", help="False prints the text only")
     for name in REFUSED:
@@ -122,6 +129,9 @@ def run(args: argparse.Namespace) -> int:
     block_size = wanted_rows(args)
     # Bad settings are refused before a model is loaded.
     Sampling(args.temp, args.top_p, args.top_k, args.min_p, args.min_tokens_to_keep, args.seed or 0)
+    check_kv_quantization(args.kv_bits, args.kv_group_size)
+    if args.quantized_kv_start != 0:
+        raise UnsupportedError("--quantized-kv-start must be 0: with --kv-bits, quantization is from token 0")
     extra = template_config(args.chat_template_config)
     prompt = read_prompt(args.prompt)
 
@@ -138,6 +148,8 @@ def run(args: argparse.Namespace) -> int:
         "min_tokens_to_keep": args.min_tokens_to_keep,
         "seed": args.seed,
         "stop": args.stop,
+        "kv_bits": args.kv_bits,
+        "kv_group_size": args.kv_group_size,
         "profile": args.profile,
         "prefill_step_size": args.prefill_step_size,
     }
@@ -160,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
             stream = stream_generate(model, tokenizer, ids, **options)
             plain = show(stream, quiet=True)
             if not interrupt.pressed:
-                report["compare"] = compare(model, ids, result, plain)
+                report["compare"] = compare(model, ids, result, plain, args.kv_bits, args.kv_group_size)
                 note(comparison(report["compare"]))
     if args.json:
         print(json.dumps(report, ensure_ascii=False), flush=True)

@@ -27,7 +27,14 @@ def summary(result: GenerationResult) -> str:
     return " | ".join(parts)
 
 
-def compare(model: Target, ids: list[int], result: GenerationResult, plain: GenerationResult) -> dict[str, Any]:
+def compare(
+    model: Target,
+    ids: list[int],
+    result: GenerationResult,
+    plain: GenerationResult,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
+) -> dict[str, Any]:
     """Both speeds, whether the tokens are equal, else where they part and by what logit margin."""
     out: dict[str, Any] = {
         "tokens_per_second": result.stats.generation_tps,
@@ -41,7 +48,7 @@ def compare(model: Target, ids: list[int], result: GenerationResult, plain: Gene
         out["first_difference"] = at
         if at < min(len(result.tokens), len(plain.tokens)):
             prefix = mx.array([ids + plain.tokens[:at]], mx.uint32)
-            logits, _ = model.forward(prefix, model.make_cache(), last_logits_only=True)
+            logits, _ = model.forward(prefix, model.make_cache(kv_bits, kv_group_size), last_logits_only=True)
             out["logit_margin"] = abs((logits[0, -1, result.tokens[at]] - logits[0, -1, plain.tokens[at]]).item())
     return out
 

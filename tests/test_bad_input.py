@@ -131,6 +131,20 @@ def test_contradictory_or_impossible_speculation_is_refused(command, argv, thing
     names(command.refuses("--model", TARGET, *argv), *things)
 
 
+@pytest.mark.parametrize(
+    ("argv", "things"),
+    [
+        (["--kv-bits", "3"], ["kv_bits", "4 or 8", "3"]),
+        (["--kv-bits", "8", "--kv-group-size", "128"], ["kv_group_size", "64 or 32", "128"]),
+        (["--kv-bits", "8", "--quantized-kv-start", "5000"], ["--quantized-kv-start", "0"]),
+        (["--kv-bits", "8"], ["kv_bits", "qwen3", "head_dim of 16", "64 or 32"]),
+        (["--kv-bits", "4", "--kv-group-size", "32"], ["kv_bits", "qwen3", "head_dim of 16", "32"]),
+    ],
+)
+def test_keys_and_values_that_can_not_be_quantized_so_are_refused(command, argv, things):
+    names(command.refuses("--model", TARGET, *argv), *things)
+
+
 @pytest.mark.parametrize("argv", [["--block-size", "9"], ["--num-draft-tokens", "8"]])
 def test_a_block_above_the_trained_one_is_refused(command, argv):
     names(command.refuses("--model", TARGET, "--draft-model", DRAFT, *argv), "block size 9", "8")
@@ -527,20 +541,18 @@ def test_a_drafter_of_another_model_type_is_refused_by_name(command, tmp_path, m
 
 
 @pytest.mark.parametrize("parts", list(PARTS))
-def test_a_drafter_in_the_speculators_format_is_refused_by_name(command, tmp_path, parts):
-    verifier = {"algorithm": "dflash", "verifier": {"name_or_path": "someone/target"}}
-    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", {"speculators_config": verifier}, PARTS[parts])
-    names(command.refuses("--model", TARGET, "--draft-model", folder), folder, "speculators", "not supported")
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "independent"])
+def test_a_speculators_file_of_another_method_is_refused_by_name(command, tmp_path, parts, method):
+    verifier = {"algorithm": method, "verifier": {"name_or_path": "someone/target"}}
+    config = {"speculators_config": verifier, "speculators_model_type": method}
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", config, PARTS[parts])
+    names(command.refuses("--model", TARGET, "--draft-model", folder), folder, method, remedy="")
 
 
-def test_a_transformers_assistant_is_refused_by_name(command, tmp_path):
-    def rename(weights: tiny.Tensors) -> tiny.Tensors:
-        other = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-        return {other.get(k, k): v for k, v in weights.items()}
-
-    config = {"model_type": "muse_glimmer_assistant", "architectures": ["MuseGlimmerAssistantForCausalLM"]}
-    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", config, rename)
-    names(command.refuses("--model", TARGET, "--draft-model", folder), folder, "assistant", "not supported")
+def test_an_unknown_assistant_is_refused_by_name(command, tmp_path):
+    config = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]}
+    folder = tiny.copy_folder(DRAFT, tmp_path / "draft", config)
+    names(command.refuses("--model", TARGET, "--draft-model", folder), folder, "gemma4_assistant", "not supported")
 
 
 DFLASH = {"mask_token_id": 299, "target_layer_ids": [1, 3, 5]}
@@ -549,18 +561,19 @@ DFLASH = {"mask_token_id": 299, "target_layer_ids": [1, 3, 5]}
 @pytest.mark.parametrize(
     ("overrides", "things"),
     [
-        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 16}, ["sliding_attention"]),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 16}, ["sliding", "use_sliding_window"]),
         ({"layer_types": ["full_attention", "full_attention", "chunked"]}, ["chunked"]),
         ({"use_sliding_window": True, "sliding_window": 16}, ["sliding"]),
         ({"dflash_config": DFLASH | {"draft_temperature": 0.5}}, ["dflash_config", "draft_temperature"]),
-        ({"dflash_config": DFLASH | {"conv_kernel_size": 4, "conv_group_size": 8}}, ["DFlash 2"]),
-        ({"dflash_config": DFLASH | {"selector_rank": 4}}, ["DFlash 2"]),
-        ({"conv_kernel_size": 4, "conv_group_size": 8}, ["DFlash 2"]),
-        ({"is_causal": True}, ["is_causal"]),
-        ({"dflash_config": DFLASH | {"causal": True}}, ["causal"]),
-        ({"attention_bias": True}, ["attention_bias"]),
+        ({"dflash_config": DFLASH | {"fc_layernorm": True}}, ["dflash_config", "fc_layernorm"]),
+        ({"causal": True}, ["causal"]),
+        ({"markov_rank": 64}, ["markov_rank"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"model_type": "glm4", "architectures": None}, ["glm4"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["longrope"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mrope_section": [4, 4]}}, ["mrope_section"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["fp8"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -597,6 +610,13 @@ def test_a_drafter_option_that_can_not_be_run_is_refused_by_name(command, tmp_pa
         {"dflash_config": DFLASH | {"mask_token_id": "<mask>"}},
         {"dflash_config": DFLASH | {"final_logit_softcapping": "hard"}},
         {"dflash_config": DFLASH | {"output_multiplier": [2]}},
+        {"dflash_config": DFLASH | {"selector_rank": 4}},
+        {"dflash_config": DFLASH | {"block_size": 16}},
+        {"conv_kernel_size": 4, "conv_group_size": 8},
+        {"is_causal": "no"},
+        {"attention_bias": True},
+        {"rope_scaling": {"rope_type": "yarn"}},
+        {"speculators_config": {"algorithm": "dflash"}},
         {"quantization": True},
         {"quantization": {"bits": 4}},
     ],

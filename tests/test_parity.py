@@ -7,20 +7,29 @@ import numpy as np
 import pytest
 
 from mlx_dflash import generate, load, load_drafter
+from mlx_dflash.accept import greedy
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(p.name for p in GOLDEN.iterdir() if (p / "golden.npz").exists())
 TOLERANCE = 1e-3
+# torch goes through the delta rule in chunks, mlx-lm row by row, and the state carries the difference on
+TOLERANCES = {"qwen3_5_moe": 2e-3}
 
 
 class Pair:
     def __init__(self, family):
+        self.tolerance = TOLERANCES.get(family, TOLERANCE)
         self.golden = dict(np.load(GOLDEN / family / "golden.npz"))
         self.target, self.tokenizer = load(GOLDEN / family / "target")
         self.drafter = load_drafter(GOLDEN / family / "draft", self.target)
         self.block = int(self.golden["block_size"])
         self.new_tokens = int(self.golden["new_tokens"])
         self.contexts = self.golden["contexts"].tolist()
+
+    def drafted(self, run):
+        """Tokens committed by each round that drafted; the Muse assistant ends with one that doesn't."""
+        lengths, rows = self.golden[f"{run}_accept"], self.golden[f"{run}_vsize"]
+        return lengths[rows > 1].tolist()
 
     def run(self, context, max_tokens, **options):
         prompt = self.golden[f"p{context}_ids"].tolist()
@@ -52,8 +61,8 @@ def test_taps_and_target_logits(pair):
     for context in pair.contexts:
         ids = mx.array(pair.golden[f"p{context}_ids"][None])
         logits, features = pair.target.forward(ids, pair.target.make_cache(), pair.drafter.taps)
-        assert difference(features[0], pair.golden[f"p{context}_taps"]) < TOLERANCE
-        assert difference(logits[0, -1], pair.golden[f"p{context}_logits"]) < TOLERANCE
+        assert difference(features[0], pair.golden[f"p{context}_taps"]) < pair.tolerance
+        assert difference(logits[0, -1], pair.golden[f"p{context}_logits"]) < pair.tolerance
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -75,15 +84,16 @@ def test_draft_logits_of_every_recorded_round(pair, chunk):
                 ids = mx.array([text[at : min(at + step, start)]])
                 _, features = pair.target.forward(ids, cache, pair.drafter.taps)
                 if f"round_taps_{r}" in g and known:
-                    assert difference(features[0], g[f"round_taps_{r}"]) < TOLERANCE
+                    assert difference(features[0], g[f"round_taps_{r}"]) < pair.tolerance
                 pair.drafter.append(features, draft)
             known = start
             rows = int(g["vsize"][r])
-            logits = pair.drafter.logits(mx.array(text[start : start + 1], mx.uint32), rows, draft)
-            drafts = mx.argmax(logits[0], axis=-1).tolist()
-            assert drafts == g["drafts"][r][: rows - 1].tolist()
+            if rows == 1:  # the Muse assistant drafts nothing for the last token
+                continue
+            drafts, logits = pair.drafter.draft(mx.array(text[start : start + 1], mx.uint32), rows, draft, greedy)
+            assert drafts.tolist() == g["drafts"][r][: rows - 1].tolist()
             if r in by_round:
-                assert difference(logits[0], by_round[r]) < TOLERANCE
+                assert difference(logits[0], by_round[r]) < pair.tolerance
                 seen += 1
             assert draft.length == start
     assert seen >= 6
@@ -95,7 +105,7 @@ def test_tokens_and_accepted_lengths(pair):
         result = pair.run(context, pair.new_tokens)
         g = pair.golden
         assert result.tokens == g[f"p{context}_tokens"].tolist() == g[f"p{context}_greedy"].tolist()
-        assert result.stats.acceptance_lengths == g[f"p{context}_accept"].tolist()
+        assert result.stats.acceptance_lengths == pair.drafted(f"p{context}")
         rows = [int(v) for v in g[f"p{context}_vsize"]]
         assert result.stats.block_sizes == {v: rows.count(v) for v in dict.fromkeys(rows)}
         rounds += result.stats.rounds
@@ -110,7 +120,7 @@ def test_truncated_runs(pair):
         name = f"trunc_{context}_{limit}"
         result = pair.run(int(context), int(limit))
         assert result.tokens == pair.golden[f"{name}_tokens"].tolist()
-        assert result.stats.acceptance_lengths == pair.golden[f"{name}_accept"].tolist()
+        assert result.stats.acceptance_lengths == pair.drafted(name)
         assert sum(result.stats.block_sizes.values()) == len(pair.golden[f"{name}_vsize"])
         assert result.finish_reason == "length"
 
@@ -120,7 +130,7 @@ def test_stopped_runs(pair):
     context = int(key.split("_")[1])
     result = pair.run(context, pair.new_tokens, stop=int(pair.golden[key]))
     assert result.tokens == pair.golden[f"stop_{context}_tokens"].tolist()
-    assert result.stats.acceptance_lengths == pair.golden[f"stop_{context}_accept"].tolist()
+    assert result.stats.acceptance_lengths == pair.drafted(f"stop_{context}")
     assert result.finish_reason == "stop"
 
 

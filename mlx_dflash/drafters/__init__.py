@@ -1,4 +1,4 @@
-"""Drafter formats, how a folder becomes a drafter, and whether it fits a target."""
+"""How a folder becomes a drafter, of whatever format, and whether it fits a target."""
 
 from pathlib import Path
 
@@ -8,10 +8,15 @@ import mlx.nn as nn
 from ..checkpoint import Checkpoint, hold_in_fp32, load_arrays, open_checkpoint
 from ..errors import CheckpointError, PairError
 from ..targets import Target
-from .config import DrafterConfig, parse_config, refuse_other_methods
-from .dflash import DFlashDrafter, DFlashModel, DraftContext
+from .config import DrafterConfig
+from .context import DraftContext
+from .dflash import DFlashDrafter, DFlashModel
+from .dflash2 import DFlash2Model
+from .formats import Layout, read_layout, refuse_other_methods
+from .laguna import LagunaModel
+from .pairing import check_pair
 
-__all__ = ["DFlashDrafter", "DraftContext", "DrafterConfig", "load_drafter_folder"]
+__all__ = ["DFlashDrafter", "DraftContext", "DrafterConfig", "check_pair", "load_drafter_folder"]
 
 
 def load_drafter_folder(folder: Path, target: Target) -> DFlashDrafter:
@@ -20,61 +25,64 @@ def load_drafter_folder(folder: Path, target: Target) -> DFlashDrafter:
     The pair is checked before any weight is read. Raises CheckpointError, UnsupportedError or PairError.
     """
     checkpoint = open_checkpoint(folder)
-    refuse_other_methods(checkpoint.config, str(folder / "config.json"))
+    where = str(folder / "config.json")
+    refuse_other_methods(checkpoint.config, where)
     if not checkpoint.is_drafter:
         raise CheckpointError(
             f"{folder} is a full model, not a DFlash drafter (no fc and hidden_norm); give the drafter of this target"
         )
-    config = parse_config(checkpoint.config, str(folder / "config.json"))
-    check_pair(config, target, str(folder))
-    model = load_weights(checkpoint, config)
+    layout = read_layout(checkpoint.config, where, checkpoint.shapes)
+    check_pair(layout.config, target, str(folder))
+    model = load_weights(checkpoint, layout)
     if mx.default_device() == mx.Device(mx.cpu):
         hold_in_fp32(model)
     mx.eval(model.parameters())
-    return DFlashDrafter(model, config, target)
+    check_map(model, target, str(folder))
+    return DFlashDrafter(model, layout.config, target)
 
 
-def check_pair(config: DrafterConfig, target: Target, where: str) -> None:
-    """Raise PairError, naming both sides, if the drafter can't run on this target."""
-    kind = target.config["model_type"]
-    if config.hidden_size != target.hidden_size:
-        raise PairError(
-            f"{where} is for a target of hidden size {config.hidden_size}, this {kind} has {target.hidden_size}; "
-            "use the drafter made for it"
-        )
-    if max(config.target_layer_ids) >= target.num_layers or config.num_target_layers not in (None, target.num_layers):
-        trained = config.num_target_layers or f"at least {max(config.target_layer_ids) + 1}"
-        raise PairError(
-            f"{where} taps layers {list(config.target_layer_ids)} of a target with {trained} layers, this {kind} has "
-            f"{target.num_layers}; use the drafter made for it"
-        )
-    if not 0 <= config.mask_token_id < target.vocab_size:
-        raise PairError(
-            f"{where} has mask token {config.mask_token_id}, outside this {kind}'s table of {target.vocab_size} rows; "
-            "use the drafter made for it"
-        )
-
-
-def load_weights(checkpoint: Checkpoint, config: DrafterConfig) -> DFlashModel:
+def load_weights(checkpoint: Checkpoint, layout: Layout) -> DFlashModel:
     """Build the module and fill it strictly: every tensor used, none missing; quantized ones as the config says."""
+    config, folder = layout.config, checkpoint.folder
     weights: dict[str, mx.array] = {}
     for file in checkpoint.files:  # whole, by open_checkpoint
-        weights |= {name.removeprefix("model."): value for name, value in load_arrays(file)[0].items()}
-    model = DFlashModel(config)
-    if config.quantization is not None:
-        layout = config.quantization
+        weights |= {new: value for name, value in load_arrays(file)[0].items() if (new := layout.rename(name))}
+    if layout.split is not None:
+        weights = layout.split(weights, config)
+    model = model_class(config)(config)
+    if (quantized := config.quantization) is not None:
         nn.quantize(
             model,
-            group_size=layout["group_size"],
-            bits=layout["bits"],
-            mode=layout.get("mode", "affine"),
-            class_predicate=lambda path, _: layout.get(path, f"{path}.scales" in weights),
+            group_size=quantized["group_size"],
+            bits=quantized["bits"],
+            mode=quantized.get("mode", "affine"),
+            class_predicate=lambda path, _: quantized.get(path, f"{path}.scales" in weights),
         )
+    for name, value in weights.items():
+        packed = name == "d2t" or f"{name.removesuffix('weight')}scales" in weights
+        if not packed and not name.endswith(".scales") and not mx.issubdtype(value.dtype, mx.floating):
+            raise CheckpointError(f"{folder}: {name} holds {value.dtype}, not weights; convert or download it again")
     try:
         model.load_weights(list(weights.items()), strict=True)
     except ValueError as e:
         problem = " ".join(str(e).split())[:300]
-        raise CheckpointError(
-            f"{checkpoint.folder} does not hold a z-lab v1 drafter: {problem}; download it again"
-        ) from e
+        raise CheckpointError(f"{folder} does not hold a {layout.name} drafter: {problem}; download it again") from e
     return model
+
+
+def model_class(config: DrafterConfig) -> type[DFlashModel]:
+    if config.laguna:
+        return LagunaModel
+    return DFlashModel if config.dflash2 is None else DFlash2Model
+
+
+def check_map(model: DFlashModel, target: Target, where: str) -> None:
+    """A reduced vocabulary must map into the target's."""
+    if "d2t" not in model:
+        return
+    ids: list[int] = (mx.arange(model.d2t.shape[0]) + model.d2t).tolist()  # type: ignore[assignment]
+    if min(ids) < 0 or max(ids) >= target.vocab_size:
+        raise PairError(
+            f"{where} maps its tokens (d2t) to ids {min(ids)} to {max(ids)}, this {target.config['model_type']} has "
+            f"{target.vocab_size}; use the drafter made for it"
+        )

@@ -1,5 +1,6 @@
 """Target families, and how a folder becomes one."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,15 @@ from ..errors import CheckpointError, UnsupportedError
 from .base import Target
 from .config import normalise
 from .dense import Dense
+from .gemma4 import Gemma4
+from .gpt_oss import GptOss
+from .laguna import Laguna
+from .muse_glimmer import MuseGlimmer
+from .qwen3_5 import Qwen35
+from .qwen3_moe import Qwen3MoE
+from .qwen3_next import Qwen3Next
 
-FAMILIES: tuple[type[Target], ...] = (Dense,)
+FAMILIES: tuple[type[Target], ...] = (Dense, Gemma4, GptOss, Laguna, MuseGlimmer, Qwen3MoE, Qwen3Next, Qwen35)
 
 __all__ = ["FAMILIES", "Target", "load_target"]
 
@@ -27,19 +35,25 @@ def load_target(folder: Path) -> tuple[Target, TokenizerWrapper]:
     """
     checkpoint = open_checkpoint(folder)
     family = family_of(checkpoint)
-    config = normalise(checkpoint.config, str(folder / "config.json"))
+    flat = normalise(checkpoint.config, str(folder / "config.json"))
+    try:
+        config = family.prepare(flat)
+    except (CheckpointError, UnsupportedError) as e:
+        raise type(e)(f"{folder}: {e}") from e
+    classes = {"get_model_classes": family.model_classes} if family.model_classes else {}
     if (path := folder / "generation_config.json").exists():
         read_json(path)
     try:
-        model, _ = load_model(folder, lazy=True, model_config=config)
+        model, _ = load_model(folder, lazy=True, model_config=copy.deepcopy(config), **classes)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as e:
         raise CheckpointError(
             f"{folder} does not load as {config['model_type']}: {one_line(e)}; download or convert it again"
         ) from e
     if mx.default_device() == mx.Device(mx.cpu):
         hold_in_fp32(model)
+    target = family(model, config)
     mx.eval(model.parameters(), private_arrays(model))
-    return family(model, config), tokenizer_of(checkpoint)
+    return target, tokenizer_of(checkpoint)
 
 
 def family_of(checkpoint: Checkpoint) -> type[Target]:
@@ -62,6 +76,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> TokenizerWrapper:
     """The folder's tokenizer; its end-of-text ids are the union of tokenizer, config and generation_config."""
     folder = checkpoint.folder
     ends = end_ids(checkpoint.config, folder / "config.json")
+    ends |= end_ids(checkpoint.config.get("text_config") or {}, folder / "config.json")
     if (path := folder / "generation_config.json").exists():
         ends |= end_ids(read_json(path), path)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):

@@ -5,13 +5,15 @@ differently.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache import FullKV, LayerCache, TargetCache
+from ..cache import FullKV, LayerCache, QuantizedKV, TargetCache
+from ..errors import UnsupportedError
 
 
 class Target(ABC):
@@ -21,10 +23,26 @@ class Target(ABC):
     """
 
     model_types: ClassVar[tuple[str, ...]]
+    # What mlx-lm's `load_model` takes as `get_model_classes`; None: its own choice by model_type.
+    model_classes: ClassVar[Callable[..., tuple[type[nn.Module], type]] | None] = None
+
+    # Why keys and values can't be quantized, where they can't.
+    kv_bits_refusal: str | None = None
 
     def __init__(self, model: nn.Module, config: dict[str, Any]):
         self.model: Any = model
         self.config = config
+
+    @classmethod
+    def prepare(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """The flat config -> what this family's mlx-lm module must be built from.
+
+        Values that stand for missing keys are Hugging Face's, whose files these are; mlx-lm's often differ. Raises
+        UnsupportedError for what the family can't run exactly.
+        """
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        # mlx-lm's llama assumes tied embeddings where the key is missing
+        return {"tie_word_embeddings": False, **config, "head_dim": head_dim}
 
     @property
     def hidden_size(self) -> int:
@@ -38,6 +56,11 @@ class Target(ABC):
     def vocab_size(self) -> int:
         """Rows of the embedding table, which may exceed the tokenizer's vocabulary."""
         return int(self.config["vocab_size"])
+
+    @property
+    def full_head_dim(self) -> int:
+        """Dimensions of a head of full-attention layers."""
+        return int(self.config["head_dim"])
 
     @abstractmethod
     def embed(self, ids: mx.array) -> mx.array:
@@ -59,8 +82,31 @@ class Target(ABC):
         """The target's own logits of its last layer's output."""
         return self.head(self.norm(hidden))
 
-    def make_cache(self) -> TargetCache:
-        return TargetCache([FullKV() for _ in range(self.num_layers)])
+    def make_cache(self, kv_bits: int | None = None, kv_group_size: int | None = None) -> TargetCache:
+        """An empty cache. kv_bits: quantize what full attention keeps, in groups of kv_group_size (None: chosen).
+
+        Raises UnsupportedError where this target's keys and values can't be quantized.
+        """
+        full = self.full_attention_cache(kv_bits, kv_group_size)
+        return TargetCache([full() for _ in range(self.num_layers)])
+
+    def full_attention_cache(
+        self, kv_bits: int | None, kv_group_size: int | None
+    ) -> Callable[[], FullKV | QuantizedKV]:
+        """What makes the cache of a full-attention layer."""
+        if kv_bits is None:
+            return FullKV
+        kind, head_dim = self.config["model_type"], self.full_head_dim
+        if self.kv_bits_refusal is not None:
+            raise UnsupportedError(f"kv_bits is not supported with {kind}: {self.kv_bits_refusal}; leave it out")
+        sizes = (64, 32) if kv_group_size is None else (kv_group_size,)
+        size = next((size for size in sizes if head_dim % size == 0), None)
+        if size is None:
+            raise UnsupportedError(
+                f"kv_bits is not supported with this {kind}: its head_dim of {head_dim} is no multiple of "
+                f"{' or '.join(map(str, sizes))}; leave it out"
+            )
+        return partial(QuantizedKV, kv_bits, size)
 
     def forward(
         self, ids: mx.array, cache: TargetCache, taps: Sequence[int] = (), last_logits_only: bool = False

@@ -1,31 +1,33 @@
-"""Llama (2 to 3.2 and its many relatives) and Qwen3: dense decoders with full attention in every layer."""
+"""Llama (2 to 3.2 and its many relatives) and Qwen3: dense decoders."""
 
-from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import mlx.core as mx
-from mlx_lm.models.base import create_attention_mask
 
-from ..cache import LayerCache
-from .base import Target
+from ..errors import UnsupportedError
+from .config import refuse_unread_scaling
+from .windowed import FULL, SLIDING, Windowed, check_layers
 
 
-class Dense(Target):
-    """mlx-lm's llama.py and qwen3.py share one shape: embedding, equal layers, norm, tied or own head."""
+class Dense(Windowed):
+    """mlx-lm's llama.py and qwen3.py share one shape: embedding, equal layers, norm, tied or own head.
 
-    model_types = ("llama", "qwen3")
+    Of the two only mlx-lm's llama has sliding-window layers, where `layer_types` names some.
+    """
 
-    def embed(self, ids: mx.array) -> mx.array:
-        return self.model.model.embed_tokens(ids)
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
 
-    def layers(self, ids: mx.array, cache: Sequence[LayerCache]) -> Iterator[mx.array]:
-        hidden = self.embed(ids)
-        mask = create_attention_mask(hidden, cache[0])
-        for layer, layer_cache in zip(self.model.layers, cache, strict=True):
-            hidden = layer(hidden, mask, layer_cache)
-            yield hidden
-
-    def norm(self, hidden: mx.array) -> mx.array:
-        return self.model.model.norm(hidden)
+    @classmethod
+    def prepare(cls, config: dict[str, Any]) -> dict[str, Any]:
+        refuse_unread_scaling(config)
+        kind, kinds = config["model_type"], config.get("layer_types") or [FULL] * config["num_hidden_layers"]
+        if config.get("use_sliding_window") or (SLIDING in kinds and kind != "llama"):
+            raise UnsupportedError(f"{kind} with sliding-window layers is not supported")
+        if FULL not in kinds:
+            raise UnsupportedError(f"{kind} with no {FULL} layer is not supported")  # mlx-lm looks for one
+        config = {**config, "layer_types": kinds, "sliding_window": config.get("sliding_window")}
+        check_layers(config)
+        return super().prepare(config)
 
     def head(self, hidden: mx.array) -> mx.array:
         if self.config["tie_word_embeddings"]:

@@ -1,7 +1,6 @@
 """A trained drafter -> a folder in z-lab's format (MLX-quantized if asked), with its model card."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from mlx.utils import tree_flatten
 
 from ..drafters.config import DrafterConfig
 from ..drafters.dflash import DFlashModel
+from ..drafters.formats.keys import SIZES
 from .config import TrainingConfig
 from .model import fold_scales, quantize_linears
 
@@ -37,15 +37,14 @@ def export_drafter(
 
 
 def zlab_config(shape: DrafterConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    values = asdict(shape)
+    values = {k: getattr(shape, k) for k in (*SIZES, "rms_norm_eps", "rope_theta", "vocab_size", "block_size")}
     inner = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.target_layer_ids)}
-    for name in (*inner, "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "quantization"):
-        values.pop(name)
     extra = {"quantization": quantization} if quantization else {}
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **values,
+        "num_target_layers": shape.num_target_layers,
         "hidden_act": "silu",
         "attention_bias": False,
         "layer_types": ["full_attention"] * shape.num_hidden_layers,

@@ -170,7 +170,7 @@ def train(
         rng = random.Random(f"{config.seed}/{step}")  # of the step alone, so that a resumed run draws the same
         batch = draw_batch(rng, config, samples, features, scale)
         labels = np.array(batch.ids[..., 1:])
-        softmax = candidates(np.random.default_rng([config.seed, step]), config, labels, frequent, shape.vocab_size)
+        softmax = candidates(np.random.default_rng([config.seed, step]), config, labels, frequent, target.vocab_size)
         loss, grads = value_and_grad(model, batch, softmax, config, mx.random.key(step))
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         optimizer.update(model, grads)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Mxfp4Config
 from transformers.utils import logging
 
-from .drafters import drafter_class, is_muse_assistant, wheel_embedding_scale
+from .drafters import drafter_class, is_laguna, is_muse_assistant, is_speculators, wheel_embedding_scale
 from .targets import TINY, VOCAB, TargetSpec, attention_kind, hub_rope, target_spec
 
 logging.disable_progress_bar()
@@ -43,6 +43,16 @@ def save_drafter(family: str, drafter, folder: Path, eos: int) -> None:
     drafter.config.eos_token_id = eos
     if is_muse_assistant(family):
         drafter.save_pretrained(folder)
+        return
+    if is_laguna(family):
+        from .laguna import save_drafter
+
+        save_drafter(drafter, folder)
+        return
+    if is_speculators(family):
+        from .vllm_speculators import save_drafter
+
+        save_drafter(drafter, folder)
         return
     config = hub_rope(drafter.config.to_dict())
     config |= {"architectures": [type(drafter).__name__], "dtype": "float32"}
@@ -84,6 +94,14 @@ def load_target(family: str, folder: Path):
 
 
 def load_drafter(family: str, folder: Path):
+    if is_laguna(family):
+        from .laguna import load_drafter
+
+        return load_drafter(folder)
+    if is_speculators(family):
+        from .vllm_speculators import load_drafter
+
+        return load_drafter(folder)
     drafter = _load(drafter_class(family), folder, "sdpa")
     if not is_muse_assistant(family):
         drafter.config.dflash_config |= wheel_embedding_scale(family, drafter.config.hidden_size)

@@ -15,6 +15,9 @@ from .targets import MASK, VOCAB, Dims, default_rope
 
 LAYERS = 3
 CONTINUATION = 40  # greedy tokens per training prompt
+# As gpt-oss's drafter has it, with a trained length that the recorded contexts pass.
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 DFLASH2 = {"conv_group_size": 16, "selector_rank": 12, "selector_top_k": 6}
 
 
@@ -22,9 +25,27 @@ def is_muse_assistant(family: str) -> bool:
     return family == "muse_glimmer"
 
 
+def is_speculators(family: str) -> bool:
+    """Needs the `speculators` package, in a venv of its own."""
+    return family == "qwen3_speculators"
+
+
+def is_laguna(family: str) -> bool:
+    """Poolside's drafter has a layout of its own."""
+    return family == "laguna"
+
+
 def drafter_class(family: str) -> type:
+    if is_laguna(family):
+        from .laguna import LagunaDraftModel
+
+        return LagunaDraftModel
     if is_muse_assistant(family):
         return T.MuseGlimmerAssistantModel
+    if is_speculators(family):
+        from .vllm_speculators import DFlashDraftModel as Speculator
+
+        return Speculator
     return DFlash2DraftModel if family in ("qwen3_dflash2", "muse_glimmer_zlab") else DFlashDraftModel
 
 
@@ -34,7 +55,10 @@ def layer_types(family: str) -> list[str]:
         "qwen3_sliding": [sliding, sliding, full],
         "qwen3_allsliding": [sliding] * LAYERS,
         "qwen3_bidir": [sliding, full, sliding],
+        "qwen3_causal_yarn": [sliding, full, sliding],
+        "qwen3_speculators": [sliding, full, sliding],
         "muse_glimmer_zlab": [sliding] * LAYERS,
+        "laguna": [sliding] * LAYERS,
     }
     return special.get(family, [full] * LAYERS)
 
@@ -85,6 +109,9 @@ def zlab_config(family: str, text: T.PretrainedConfig, d: Dims) -> T.Qwen3Config
     config.num_target_layers = text.num_hidden_layers
     if family == "qwen3_bidir":
         config.is_causal = False
+    if family == "qwen3_causal_yarn":
+        config.is_causal, config.attention_bias = True, True
+        config.rope_parameters = YARN
     config._attn_implementation = "sdpa"
     return config
 
@@ -112,8 +139,13 @@ def muse_config(text: T.PretrainedConfig, d: Dims) -> T.PretrainedConfig:
 
 def new_drafter(family: str, target: nn.Module, d: Dims, seed: int) -> nn.Module:
     text = target.config.get_text_config()
-    config = muse_config(text, d) if is_muse_assistant(family) else zlab_config(family, text, d)
-    drafter = drafter_class(family)(config)
+    if is_speculators(family):
+        from . import vllm_speculators
+
+        drafter = vllm_speculators.new_drafter(zlab_config(family, text, d), VOCAB)
+    else:
+        config = muse_config(text, d) if is_muse_assistant(family) else zlab_config(family, text, d)
+        drafter = drafter_class(family)(config)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in drafter.named_parameters():
@@ -125,6 +157,8 @@ def new_drafter(family: str, target: nn.Module, d: Dims, seed: int) -> nn.Module
                 p.copy_(0.5 * noise)
             elif "kernel_projection" in name:
                 p.copy_(0.1 / math.sqrt(p.shape[-1]) * noise)
+            elif name.endswith("bias"):
+                p.copy_(0.1 * noise)
             elif p.ndim >= 2:
                 p.copy_(1.0 / math.sqrt(p.shape[-1]) * noise)
             else:
@@ -133,7 +167,9 @@ def new_drafter(family: str, target: nn.Module, d: Dims, seed: int) -> nn.Module
 
 
 def tap_ids(drafter: nn.Module) -> list[int]:
-    """Tap i is the output of decoder layer i, `hidden_states[i + 1]`."""
+    """Tap i is the output of decoder layer i, `hidden_states[i + 1]`; speculators files count from 1."""
+    if ids := getattr(drafter.config, "aux_hidden_state_layer_ids", None):
+        return [i - 1 for i in ids]
     return list(getattr(drafter, "target_layer_ids", None) or drafter.config.target_layer_ids)
 
 
@@ -148,13 +184,20 @@ def noise_rows(drafter: nn.Module, target: nn.Module, block: torch.Tensor) -> to
 
 
 def draft_logits(drafter: nn.Module, target: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Multiplier and softcap where z-lab's drafter has them; the Muse assistant uses the bare head."""
+    """Multiplier and softcap where z-lab's drafter has them; the Muse assistant uses the bare head, speculators an
+    own one."""
+    if hasattr(drafter, "d2t"):
+        return drafter.lm_head(hidden)
     head = target.get_output_embeddings()
     return drafter.compute_logits(hidden, head) if hasattr(drafter, "compute_logits") else head(hidden)
 
 
 def _training_hidden(drafter, target, taps, block):
     """One pass without a cache, as in training: (b, ctx, taps * hidden) and (b, rows) -> (b, rows, hidden)."""
+    if hasattr(drafter, "d2t"):
+        from .vllm_speculators import block_states
+
+        return torch.cat([block_states(drafter, t[None], b[None]) for t, b in zip(taps, block, strict=True)])
     positions = torch.arange(taps.shape[1] + block.shape[1])[None].expand(taps.shape[0], -1)
     noise = noise_rows(drafter, target, block)
     if isinstance(drafter, DFlashDraftModel):
@@ -179,7 +222,12 @@ def distil(drafter, target, sequences, block_size: int, steps: int, seed: int) -
         block[:, 0] = ids[:, s]
         hidden = _training_hidden(drafter, target, taps[:, :s], block)[:, 1:]
         logits = draft_logits(drafter, target, hidden)
-        loss = nn.functional.cross_entropy(logits.reshape(-1, VOCAB), ids[:, s + 1 : s + block_size].reshape(-1))
+        labels = ids[:, s + 1 : s + block_size]
+        if hasattr(drafter, "d2t"):
+            from .vllm_speculators import draft_ids
+
+            labels = draft_ids(drafter, labels)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.reshape(-1))
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from . import record
-from .drafters import is_muse_assistant, tap_ids
+from .drafters import is_muse_assistant, is_speculators, tap_ids
 from .record import Run
 from .targets import MASK
 
@@ -32,6 +32,10 @@ class Goldens:
 def reference_loop(family: str):
     if is_muse_assistant(family):
         return record.run_muse
+    if is_speculators(family):
+        from .vllm_speculators import run
+
+        return run
     return record.run_exact if family in HYBRIDS else record.run_zlab
 
 
@@ -59,6 +63,10 @@ def record_all(family: str, target, drafter, prompts: dict[int, torch.Tensor], n
     for i, r in enumerate(runs[longest].rounds[1 : LOGIT_ROUNDS + 1], 1):
         if r.taps is not None:
             out.arrays[f"p{longest}_round_taps_{i}"] = r.taps.numpy()
+    if is_speculators(family):
+        from .vllm_speculators import non_causal_logits
+
+        out.arrays[f"p{longest}_dlogits_non_causal"] = non_causal_logits(drafter, target, prompts[longest]).numpy()
     cut = sorted(prompts)[-2]
     for m in TRUNCATIONS:
         run = loop(drafter, target, prompts[cut], m)

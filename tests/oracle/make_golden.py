@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .checkpoints import save_drafter, save_target, write_json
-from .drafters import CONTINUATION, distil, new_drafter, tap_ids
+from .drafters import CONTINUATION, distil, is_speculators, new_drafter, tap_ids
 from .goldens import HYBRIDS, TRUNCATIONS, Goldens, record_all
 from .record import TIE, forward_with_taps, greedy
 from .rederive import rederive
@@ -111,11 +111,12 @@ def write(family: str, folder: Path, seed: int, pair: Pair, goldens: Goldens) ->
     save_target(pair.target, pair.spec, folder / "target", eos, pair.packed)
     save_drafter(family, pair.drafter, folder / "draft", eos)
     np.savez_compressed(folder / "golden.npz", **goldens.arrays)
+    packages = ("torch", "transformers", "speculators" if is_speculators(family) else "dflash")
     meta = {
         "family": family,
         "seed": seed,
         "reference": "exact loop" if family in HYBRIDS else type(pair.drafter).__module__,
-        "versions": {name: version(name) for name in ("torch", "transformers", "dflash")},
+        "versions": {name: version(name) for name in packages},
         "eos_token_id": eos,
         "smallest_target_gap": goldens.target_gap,
         "smallest_draft_gap": goldens.draft_gap,

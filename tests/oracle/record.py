@@ -168,13 +168,16 @@ def run_muse(drafter, target, ids, n: int, stop: int | None = None) -> Run:
 
 
 @torch.no_grad()
-def run_exact(drafter, target, ids, n: int, stop: int | None = None) -> Run:
+def run_exact(drafter, target, ids, n: int, stop: int | None = None, draft=None, context=None) -> Run:
     """DFlash with a z-lab drafter on any target: each block is verified on a copy of the committed cache, which then
     advances by the committed tokens only.  (`crop()` in transformers does not rewind recurrent states, so on
-    gated-delta targets z-lab's loop silently keeps rejected tokens in them.)"""
+    gated-delta targets z-lab's loop silently keeps rejected tokens in them.)  draft, context: how another drafter
+    drafts, and what it remembers."""
     layers, prompt = tap_ids(drafter), ids.shape[1]
-    cache, context = DynamicCache(config=target.config), DynamicCache(config=drafter.config)
-    context.activate_past_recording()
+    cache, draft = DynamicCache(config=target.config), draft or _draft
+    if context is None:
+        context = DynamicCache(config=drafter.config)
+        context.activate_past_recording()
     logits, taps = forward_with_taps(target, ids, layers, cache)
     run = Run([int(logits[0, -1].argmax())])
     while len(run.tokens) < n and stop not in run.tokens:
@@ -183,7 +186,7 @@ def run_exact(drafter, target, ids, n: int, stop: int | None = None) -> Run:
         width = min(drafter.block_size, left + 1)
         block = torch.tensor([[run.tokens[-1]] + [drafter.mask_token_id] * (width - 1)])
         if width > 1:
-            _draft(drafter, target, taps, block, context, r)
+            draft(drafter, target, taps, block, context, r)
         trial = copy.deepcopy(cache)
         logits, taps = forward_with_taps(target, block, layers, trial)
         choice = logits[0].argmax(-1).tolist()

@@ -266,12 +266,40 @@ def muse_glimmer(d: Dims, family: str) -> TargetSpec:
     return TargetSpec(config, T.MuseGlimmerForConditionalGeneration, dict)
 
 
+def laguna(d: Dims, family: str) -> TargetSpec:
+    """Its YaRN is as the published files have it, with a trained length that the recorded contexts pass."""
+    yarn = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.25, "partial_rotary_factor": 0.5}
+    kw = common(
+        d,
+        layer_types=(["full_attention"] + ["sliding_attention"] * 3) * 2,
+        sliding_window=d.target_window,
+        max_position_embeddings=256,
+        num_attention_heads_per_layer=[4, 6, 6, 6] * 2,
+        intermediate_size=d.ffn,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_routed_scaling_factor=2.5,
+        gating="per-head",
+        rope_parameters={
+            "full_attention": yarn,
+            "sliding_attention": default_rope(10000.0, partial_rotary_factor=1.0),
+        },
+        tie_word_embeddings=False,
+    )
+    return TargetSpec(T.LagunaConfig(**kw), T.LagunaForCausalLM, dict)
+
+
 FAMILIES: dict[str, Callable[[Dims, str], TargetSpec]] = {
     "qwen3": qwen3,
     "qwen3_sliding": qwen3,
     "qwen3_allsliding": qwen3,
     "qwen3_bidir": qwen3,
     "qwen3_dflash2": qwen3,
+    "qwen3_causal_yarn": qwen3,
+    "qwen3_speculators": qwen3,
     "qwen3_moe": qwen3_moe,
     "llama": llama,
     "qwen3_next": qwen3_next,
@@ -280,6 +308,7 @@ FAMILIES: dict[str, Callable[[Dims, str], TargetSpec]] = {
     "gemma4": gemma4,
     "gemma4_e": gemma4,
     "gemma4_moe": gemma4,
+    "laguna": laguna,
     "gpt_oss": gpt_oss,
     "gpt_oss_notrunc": gpt_oss,
     "muse_glimmer": muse_glimmer,

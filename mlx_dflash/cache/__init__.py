@@ -9,21 +9,33 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
 
-STEP = 256  # rows by which buffers grow, as in mlx-lm
+from .kv import STEP, FullKV, QuantizedKV
+from .recurrent import DeltaRows, RecurrentState
+from .sliding import SlidingKV
+
+__all__ = [
+    "STEP",
+    "CacheCheckpoint",
+    "DeltaRows",
+    "FullKV",
+    "KVCache",
+    "LayerCache",
+    "QuantizedKV",
+    "RecurrentState",
+    "SlidingKV",
+    "TargetCache",
+]
 
 
 class LayerCache(Protocol):
-    """One layer's part of the transaction, and the protocol that mlx-lm's attention layers call.
+    """One layer's part of the transaction.
 
     Implementations must define neither `__len__` nor `__bool__`: mlx-lm tests a cache for truth.
     """
 
-    offset: int
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]: ...
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any: ...
+    @property
+    def offset(self) -> int: ...
     def begin(self) -> None: ...
     def commit(self, keep: int) -> None: ...
     def checkpoint(self) -> Any: ...
@@ -31,55 +43,11 @@ class LayerCache(Protocol):
     def arrays(self) -> list[mx.array]: ...
 
 
-class FullKV:
-    """Keys and values of every position, (B, kv_heads, rows, head_dim); rewinds by forgetting its last rows."""
+class KVCache(LayerCache, Protocol):
+    """What mlx-lm's attention layers call: append keys and values, get back those that the new rows' mask is for."""
 
-    def __init__(self) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-        self.offset = 0  # rows in use; the buffers may be longer
-        self.start = 0  # offset at begin()
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append rows (B, kv_heads, n, head_dim); return all rows in use."""
-        end = self.offset + keys.shape[2]
-        self.keys = write_rows(self.keys, keys, self.offset)
-        self.values = write_rows(self.values, values, self.offset)
-        self.offset = end
-        return self.keys[..., :end, :], self.values[..., :end, :]
-
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        if window_size is not None:
-            return create_causal_mask(N, self.offset, window_size=window_size)
-        if N == 1:
-            return None
-        return create_causal_mask(N, self.offset) if return_array else "causal"
-
-    def begin(self) -> None:
-        self.start = self.offset
-
-    def commit(self, keep: int) -> None:
-        self.offset = self.start + keep
-
-    def checkpoint(self) -> int:
-        return self.offset
-
-    def restore(self, saved: int) -> None:
-        self.offset = saved
-
-    def arrays(self) -> list[mx.array]:
-        return [] if self.keys is None or self.values is None else [self.keys, self.values]
-
-
-def write_rows(buffer: mx.array | None, rows: mx.array, at: int) -> mx.array:
-    """`rows` written into `buffer` from row `at` on; the buffer grows by whole steps, rows beyond `at` are dead."""
-    end = at + rows.shape[2]
-    if buffer is None or end > buffer.shape[2]:
-        batch, heads, _, width = rows.shape
-        fresh = mx.zeros((batch, heads, -(-rows.shape[2] // STEP) * STEP, width), rows.dtype)
-        buffer = fresh if buffer is None else mx.concatenate([buffer[..., :at, :], fresh], axis=2)
-    buffer[..., at:end, :] = rows
-    return buffer
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]: ...
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any: ...
 
 
 @dataclass(frozen=True)

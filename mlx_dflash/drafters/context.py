@@ -1,0 +1,152 @@
+"""What a drafter remembers of the committed text: keys and values of context rows, and features not yet projected.
+
+Knows rows and positions; nothing of weights or masks. Only committed rows enter and noise rows never stay, so there is
+nothing to abort. A windowed layer keeps only the rows that its next block can see.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..cache import STEP
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """A layer's part of a checkpoint. keys, values: None where the layer keeps all rows, and so needs no copy."""
+
+    end: int
+    keys: mx.array | None = None
+    values: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class ContextCheckpoint:
+    length: int
+    pending: tuple[mx.array, ...]
+    layers: tuple[SavedRows, ...]
+    rewinds: int  # how many restores had happened when it was taken
+
+
+class ContextKV:
+    """Keys and values of one draft layer's context rows, (B, kv_heads, rows, head_dim), oldest first.
+
+    reach: how many rows before the anchor a block sees; None: all. Older rows go when a buffer is full, about once in
+    STEP rows.
+    """
+
+    def __init__(self, reach: int | None = None) -> None:
+        self.reach = reach
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.base = 0  # position of the buffers' first row
+        self.end = 0  # position after the last context row
+
+    def within_reach(self, rows: mx.array) -> mx.array:
+        """The last of context rows (B, n, ...) that the next block sees; the others need no projection."""
+        return rows if self.reach is None else rows[:, max(rows.shape[1] - self.reach, 0) :]
+
+    def update(self, keys: mx.array, values: mx.array, at: int, context: int) -> tuple[mx.array, mx.array]:
+        """Write rows (B, kv_heads, n, head_dim) at positions `at` on; the first `context` stay, noise does not.
+
+        `at` lies beyond the end only if the rows up to it are out of reach. Returns all rows that the block sees.
+        """
+        n, end = keys.shape[2], at + context
+        oldest = 0 if self.reach is None else max(end - self.reach, 0)
+        if self.keys is None or self.values is None:
+            self.base = at
+            self.keys, self.values = roomy(keys[..., :0, :], n), roomy(values[..., :0, :], n)
+        elif at + n - self.base > self.keys.shape[2]:
+            keep = min(max(oldest, self.base), at)
+            held = slice(keep - self.base, at - self.base)
+            self.keys, self.values = roomy(self.keys[..., held, :], n), roomy(self.values[..., held, :], n)
+            self.base = keep
+        written = slice(at - self.base, at - self.base + n)
+        self.keys[..., written, :] = keys
+        self.values[..., written, :] = values
+        self.end = end
+        seen = slice(max(oldest - self.base, 0), written.stop)
+        return self.keys[..., seen, :], self.values[..., seen, :]
+
+    def checkpoint(self) -> SavedRows:
+        if self.reach is None or self.keys is None or self.values is None:
+            return SavedRows(self.end)
+        rows = slice(max(self.end - self.reach - self.base, 0), self.end - self.base)
+        keys, values = mx.contiguous(self.keys[..., rows, :]), mx.contiguous(self.values[..., rows, :])
+        mx.async_eval(keys, values)  # left lazy they would hold the buffers
+        return SavedRows(self.end, keys, values)
+
+    def restore(self, saved: SavedRows) -> None:
+        self.end = saved.end
+        if self.reach is not None:
+            # Full to the last row, so the next write moves them to a new buffer and never touches the saved arrays.
+            self.keys, self.values = saved.keys, saved.values
+            self.base = saved.end - (0 if saved.keys is None else saved.keys.shape[2])
+
+    def arrays(self) -> list[mx.array]:
+        return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+
+class DraftContext:
+    """One request's context, of all draft layers.
+
+    length: the committed tokens it was given. layers: rows already projected. pending: features (B, n, taps * hidden)
+    of the last tokens, still to be projected. Together they are all committed tokens, or all that a block can see.
+    """
+
+    def __init__(self, reaches: Sequence[int | None]) -> None:
+        self.layers = [ContextKV(reach) for reach in reaches]
+        self.reach = None if None in reaches else max(r for r in reaches if r is not None)
+        self.pending: list[mx.array] = []
+        self.length = 0
+        self._rewinds: list[int] = []  # lengths that restores went back to, in order
+
+    @property
+    def pending_rows(self) -> int:
+        return sum(f.shape[1] for f in self.pending)
+
+    def add(self, features: mx.array) -> None:
+        """Take the features of newly committed tokens; forget pending ones that no block will see."""
+        self.length += features.shape[1]
+        if self.reach is not None:
+            features = features[:, max(features.shape[1] - self.reach, 0) :]
+            while self.pending and self.pending_rows - self.pending[0].shape[1] + features.shape[1] >= self.reach:
+                del self.pending[0]
+        self.pending.append(features)
+
+    def take_pending(self) -> mx.array | None:
+        """All pending features as one array (B, n, taps * hidden), the last row at length - 1, and forget them."""
+        if not self.pending:
+            return None
+        taken, self.pending = self.pending, []
+        return taken[0] if len(taken) == 1 else mx.concatenate(taken, axis=1)
+
+    def checkpoint(self) -> ContextCheckpoint:
+        """A mark to come back to."""
+        layers = tuple(layer.checkpoint() for layer in self.layers)
+        return ContextCheckpoint(self.length, tuple(self.pending), layers, len(self._rewinds))
+
+    def restore(self, saved: ContextCheckpoint) -> None:
+        """Go back to a checkpoint.
+
+        Raises RuntimeError for a mark whose rows are gone because an earlier mark was restored since it was taken.
+        """
+        if any(length < saved.length for length in self._rewinds[saved.rewinds :]):
+            raise RuntimeError(f"the checkpoint at {saved.length} tokens was overwritten after a restore to fewer")
+        for layer, part in zip(self.layers, saved.layers, strict=True):
+            layer.restore(part)
+        self.pending = list(saved.pending)
+        self.length = saved.length
+        self._rewinds.append(saved.length)
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that must be evaluated for the context to hold no lazy graph."""
+        return [*self.pending, *(a for layer in self.layers for a in layer.arrays())]
+
+
+def roomy(rows: mx.array, extra: int) -> mx.array:
+    """A buffer that begins with `rows` and has room for `extra` more, rounded up to whole steps."""
+    batch, heads, _, width = rows.shape
+    room = -(-extra // STEP) * STEP
+    return mx.concatenate([rows, mx.zeros((batch, heads, room, width), rows.dtype)], axis=2)
