@@ -103,3 +103,10 @@ def write_rows(buffer: mx.array | None, rows: mx.array, at: int) -> mx.array:
         buffer = fresh if buffer is None else mx.concatenate([buffer[..., :at, :], fresh], axis=2)
     buffer[..., at:end, :] = rows
     return buffer
+
+
+def roomy(rows: mx.array, extra: int) -> mx.array:
+    """A buffer that begins with `rows` (B, heads, n, width), with room for `extra` more in whole steps."""
+    batch, heads, _, width = rows.shape
+    room = -(-extra // STEP) * STEP
+    return mx.concatenate([rows, mx.zeros((batch, heads, room, width), rows.dtype)], axis=2)

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from .kv import STEP
+from .kv import STEP, roomy
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,14 @@ class SlidingKV:
         n = keys.shape[2]
         first, at = self.offset - self.before(self.offset), self.offset - self.base
         if self.keys is None or self.values is None:
-            self.keys, self.values = roomy(keys[..., :0, :], n), roomy(values[..., :0, :], n)
+            self.keys, self.values = roomy(keys[..., :0, :], n + STEP), roomy(values[..., :0, :], n + STEP)
         elif at + n > self.keys.shape[2]:
             oldest = self.start - self.before(self.start)
             held = slice(oldest - self.base, at)
-            self.keys, self.values = roomy(self.keys[..., held, :], n), roomy(self.values[..., held, :], n)
+            self.keys, self.values = (
+                roomy(self.keys[..., held, :], n + STEP),
+                roomy(self.values[..., held, :], n + STEP),
+            )
             self.base, at = oldest, self.offset - oldest
         self.keys[..., at : at + n, :] = keys
         self.values[..., at : at + n, :] = values
@@ -94,10 +97,3 @@ class SlidingKV:
 
     def arrays(self) -> list[mx.array]:
         return [] if self.keys is None or self.values is None else [self.keys, self.values]
-
-
-def roomy(rows: mx.array, extra: int) -> mx.array:
-    """A buffer that begins with `rows` and has room for `extra` more and at least STEP after those."""
-    batch, heads, _, width = rows.shape
-    room = -(-extra // STEP) * STEP + STEP
-    return mx.concatenate([rows, mx.zeros((batch, heads, room, width), rows.dtype)], axis=2)

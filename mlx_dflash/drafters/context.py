@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..cache import STEP
+from ..cache.kv import roomy
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,3 @@ class DraftContext:
     def arrays(self) -> list[mx.array]:
         """Everything that must be evaluated for the context to hold no lazy graph."""
         return [*self.pending, *(a for layer in self.layers for a in layer.arrays())]
-
-
-def roomy(rows: mx.array, extra: int) -> mx.array:
-    """A buffer that begins with `rows` and has room for `extra` more, rounded up to whole steps."""
-    batch, heads, _, width = rows.shape
-    room = -(-extra // STEP) * STEP
-    return mx.concatenate([rows, mx.zeros((batch, heads, room, width), rows.dtype)], axis=2)
