@@ -1,7 +1,7 @@
 """Training sees the same drafter as decoding: packed blocks, mask, start, checkpoints and export."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,13 +10,21 @@ import pytest
 
 from mlx_dflash import generate, load, load_drafter
 from mlx_dflash.drafters.dflash import DFlashModel
+from mlx_dflash.errors import RequestError
 from mlx_dflash.training.config import TrainingConfig, load_config
-from mlx_dflash.training.data import Sample
+from mlx_dflash.training.data import (
+    Sample,
+    decode_batch,
+    generate_answers,
+    load_answers,
+    load_features,
+    tap_scales,
+)
 from mlx_dflash.training.export import export_drafter
-from mlx_dflash.training.features import cache_features, tap_scales
 from mlx_dflash.training.model import block_mask, draft_hidden, start_from_target
 from mlx_dflash.training.prompts import held_out_prompts, training_prompts
 from mlx_dflash.training.train import candidates, drafter_config, train
+from mlx_dflash.training.written import written_prompts
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = TrainingConfig(
@@ -48,6 +56,92 @@ def samples(llama):
         prompt = rng.integers(3, 290, size).tolist()
         out.append(Sample("chat", prompt, generate(target, tokenizer, prompt, max_tokens=40).tokens))
     return out
+
+
+TEMPLATE = "{% for m in messages %}w20 {{ m.content }} w21{% endfor %}{% if add_generation_prompt %} w22{% endif %}"
+
+
+@pytest.fixture
+def chat(llama):
+    """The tiny target with a chat template, put back afterwards."""
+    target, tokenizer = llama
+    before = tokenizer.chat_template
+    tokenizer.chat_template = TEMPLATE
+    yield target, tokenizer
+    tokenizer.chat_template = before
+
+
+def test_batched_answers_are_plain_answers_and_bring_their_features(chat, tmp_path):
+    target, tokenizer = chat
+    prompts = [("chat", "w5 w6"), ("code", "w7"), ("chat", "w8 w9"), ("chat", "w6 w5")]
+    generate_answers(target, tokenizer, prompts, tmp_path, (1, 3), max_tokens=24, batch=2, report=lambda _: None)
+    samples = load_answers(tmp_path)
+    assert sorted(s.task for s in samples) == ["chat", "chat", "chat", "code"]
+    features = load_features(target, tmp_path, (1, 3))
+    for i, sample in enumerate(samples):
+        assert sample.answer == generate(target, tokenizer, sample.prompt, max_tokens=24).tokens
+        ids = mx.array([(sample.prompt + sample.answer)[:-1]])
+        _, expected = target.forward(ids, target.make_cache(), (1, 3))
+        assert np.abs(features.of(i) - np.array(expected[0])).max() < 1e-2 * np.abs(np.array(expected)).max()
+
+
+def test_ended_answers_leave_the_batch(llama):
+    target, _ = llama
+    prompts = np.random.default_rng(5).integers(3, 290, (8, 7)).tolist()
+    free, _ = decode_batch(target, prompts, [], 16)
+    stops = [answer[i] for i, answer in enumerate(free)]  # answer i ends after i + 1 tokens at the latest
+    answers, rows = decode_batch(target, prompts, stops, 16, taps=(0,))
+    for whole, answer, r in zip(free, answers, rows, strict=True):
+        end = next(i for i, token in enumerate(whole) if token in stops)
+        assert answer == whole[: end + 1] and len(r) == len(prompts[0]) + len(answer) - 1
+    assert len({len(answer) for answer in answers}) > 2
+
+
+def test_a_killed_generation_goes_on_after_its_last_whole_batch(chat, tmp_path):
+    target, tokenizer = chat
+    prompts = [("chat", text) for text in ("w5", "w6 w7", "w8", "w9 w10 w11")]
+
+    def run(folder, report):
+        folder.mkdir(exist_ok=True)
+        generate_answers(target, tokenizer, prompts, folder, (1,), max_tokens=8, batch=1, report=report)
+
+    def kill(message):
+        raise KeyboardInterrupt
+
+    run(tmp_path / "whole", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", kill)
+    with (tmp_path / "parts" / "features.f16").open("ab") as f:
+        f.write(b"half a batch")
+    run(tmp_path / "parts", lambda _: None)
+    for name in ("answers.jsonl", "features.f16"):
+        assert sorted((tmp_path / "whole" / name).read_bytes()) == sorted((tmp_path / "parts" / name).read_bytes())
+    assert load_answers(tmp_path / "parts") and len(load_answers(tmp_path / "parts")) == 4
+    with pytest.raises(RequestError, match="taps"):
+        generate_answers(target, tokenizer, prompts, tmp_path / "parts", (2,))
+
+
+def test_features_of_copied_answers_are_computed_and_parts_are_joined(llama, samples, tmp_path):
+    target, _ = llama
+    for suffix, part in (("-1", samples[:1]), ("-2", samples[1:])):
+        lines = [json.dumps(asdict(s)) + "\n" for s in part]
+        (tmp_path / f"answers{suffix}.jsonl").write_text("".join(lines))
+    features = load_features(target, tmp_path, (1, 3))
+    assert features.samples == samples
+    for i, sample in enumerate(samples):
+        ids = mx.array([(sample.prompt + sample.answer)[:-1]])
+        _, expected = target.forward(ids, target.make_cache(), (1, 3))
+        assert np.array_equal(features.of(i), np.array(expected[0].astype(mx.float16)))
+
+
+def test_written_prompts_are_sampled_once_and_kept(chat, tmp_path):
+    target, tokenizer = chat
+    path = tmp_path / "prompts.jsonl"
+    first = written_prompts(target, tokenizer, 6, path, batch=16, report=lambda _: None)
+    assert len(set(first)) == 6
+    again = written_prompts(target, tokenizer, 6, path, batch=16, report=lambda _: pytest.fail("sampled again"))
+    other = written_prompts(target, tokenizer, 6, tmp_path / "other.jsonl", seed=1, batch=16, report=lambda _: None)
+    assert first == again != other
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -141,7 +235,7 @@ def test_a_trained_drafter_is_exported_and_drafts_better_than_its_start(llama, s
     shape = drafter_config(config, target)
     start = DFlashModel(shape)
     start_from_target(start, shape, target, mx.array([samples[0].prompt]))
-    scales = tap_scales(cache_features(target, samples, config.taps, tmp_path), 3)
+    scales = tap_scales(load_features(target, tmp_path, config.taps, samples), 3)
     rounds_before, _ = taken(start, shape, scales, "start")
     model, shape, scales = train(target, samples, config, tmp_path / "work", report=lambda _: None)
     rounds, accepted = taken(model, shape, scales, "trained")

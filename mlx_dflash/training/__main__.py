@@ -17,12 +17,12 @@ from ..checkpoint import load_arrays
 from ..drafters.dflash import DFlashModel
 from ..errors import DFlashError, RequestError
 from .config import TrainingConfig, load_config
-from .data import generate_answers, load_samples
+from .data import generate_answers, load_answers, load_features, tap_scales
 from .evaluate import evaluate
 from .export import export_drafter, model_card
-from .features import cache_features, tap_scales
 from .prompts import held_out_prompts, training_prompts
 from .train import drafter_config, model_weights, train
+from .written import written_prompts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,9 +41,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             command.add_argument(
                 "--prompts", type=int, default=10_000, help="how many of the built-in prompts, at most"
             )
+            command.add_argument(
+                "--written", type=int, default=0, help="prompts the target is to write itself, besides"
+            )
             command.add_argument("--max-tokens", type=int, default=160, help="longest answer, tokens")
-        if name == "train":
+            command.add_argument("--part", default="1/1", help="k/n: the k-th of n processes sharing the work")
+        if name in ("generate", "train"):
             command.add_argument("--config", type=Path, default=None, help="training.json to use")
+        if name == "train":
             command.add_argument("--steps", type=int, default=None, help="optimizer steps")
             command.add_argument(
                 "--start", type=Path, default=None, help="checkpoint of another training to begin with"
@@ -67,18 +72,28 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_generate(args: argparse.Namespace) -> None:
     target, tokenizer = load(args.model)
     args.work.mkdir(parents=True, exist_ok=True)
-    prompts = training_prompts(args.prompts, seed=0)
-    path = args.work / "answers.jsonl"
-    generate_answers(target.model, tokenizer, prompts, path, max_tokens=args.max_tokens, report=log)
+    part, parts = (int(n) for n in args.part.split("/"))
+    suffix = f"-{part}" if parts > 1 else ""
+    prompts = training_prompts(args.prompts, seed=0)[part - 1 :: parts]
+    if args.written:
+        path = args.work / f"prompts{suffix}.jsonl"
+        prompts += written_prompts(target, tokenizer, args.written // parts, path, seed=part, report=log)
+    taps = (*stored_config(args).taps, target.num_layers - 1)
+    generate_answers(target, tokenizer, prompts, args.work, taps, part=suffix, max_tokens=args.max_tokens, report=log)
+
+
+def stored_config(args: argparse.Namespace) -> TrainingConfig:
+    """--config, else what the work folder was used with before, else the defaults."""
+    stored = args.work / "training.json"
+    return load_config(args.config or stored) if args.config or stored.exists() else TrainingConfig()
 
 
 def run_train(args: argparse.Namespace) -> None:
     target, _ = load(args.model)
-    samples = load_samples(args.work / "answers.jsonl")
+    samples = load_answers(args.work)
     if not samples:
         raise RequestError(f"{args.work} holds no answers; run the generate command first")
-    stored = args.work / "training.json"
-    config = load_config(args.config or stored) if args.config or stored.exists() else TrainingConfig()
+    config = stored_config(args)
     if args.steps is not None:
         config = replace(config, steps=args.steps)
     train(target, samples, config, args.work, report=log, start=args.start)
@@ -87,11 +102,10 @@ def run_train(args: argparse.Namespace) -> None:
 def run_export(args: argparse.Namespace) -> None:
     target, _ = load(args.model)
     config = load_config(args.work / "training.json")
-    samples = load_samples(args.work / "answers.jsonl")
     shape = drafter_config(config, target)
     model = DFlashModel(shape)
     model.load_weights(model_weights(load_arrays(args.work / "checkpoint.safetensors")[0]))
-    features = cache_features(target, samples, (*config.taps, target.num_layers - 1), args.work)
+    features = load_features(target, args.work, (*config.taps, target.num_layers - 1))
     scales = tap_scales(features, len(config.taps) + 1)[:-1]
     export_drafter(model, shape, scales, args.drafter, bits=args.bits or None)
     log(f"wrote {args.drafter}")
@@ -108,7 +122,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     }
     (args.work / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
     config = load_config(args.work / "training.json")
-    samples = load_samples(args.work / "answers.jsonl")
+    samples = load_answers(args.work)
     card = model_card(args.model, config, training_facts(config, samples, args), results)
     (args.drafter / "README.md").write_text(card)
 

@@ -1,16 +1,22 @@
-"""Training text: the target's own greedy answers to prompts, as token ids in a JSON-lines file.
+"""Training data: the target's own greedy answers, with the hidden states that were tapped while it wrote them.
 
-Batches are decoded by mlx-lm's batch generator on the runtime that will later verify the drafts. The file grows batch
-by batch, and a second run goes on after the last complete line.
+A work folder holds parts, made one after the other or side by side. A part is `answers*.jsonl`, one Sample a line, and
+beside it `features*.f16`, the tapped rows of each sample in the same order, appended batch by batch; a second run goes
+on after the last complete batch.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.generate import batch_generate
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+
+from ..errors import RequestError
+from ..targets import Target
 
 
 @dataclass(frozen=True)
@@ -21,49 +27,188 @@ class Sample:
     prompt: list[int]
     answer: list[int]
 
+    @property
+    def rows(self) -> int:
+        """Tokens that the target was run on: all but the last, after which nothing was predicted."""
+        return len(self.prompt) + len(self.answer) - 1
+
+
+@dataclass
+class Features:
+    """Rows of all samples, part after part: each a memory map (rows, taps * hidden) fp16; places: (part, first row)."""
+
+    parts: Sequence[np.ndarray]
+    places: list[tuple[int, int]]
+    samples: list[Sample]
+
+    def of(self, index: int) -> np.ndarray:
+        """The rows of one sample, (sample.rows, taps * hidden)."""
+        part, first = self.places[index]
+        return np.asarray(self.parts[part][first : first + self.samples[index].rows])
+
+
+def greedy(logits: mx.array, step: int) -> mx.array:
+    return mx.argmax(logits, axis=-1)
+
+
+def decode_batch(
+    target: Target,
+    prompts: list[list[int]],
+    stops: Sequence[int],
+    max_tokens: int,
+    taps: Sequence[int] = (),
+    choose: Callable[[mx.array, int], mx.array] = greedy,
+) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Plain decoding of prompts of one length, side by side.
+
+    choose: logits (B, vocab) and the step's number -> tokens (B,). Returns each answer, its stop token included, and
+    each one's features (prompt + answer - 1, taps * hidden) fp16, empty without taps.
+    """
+    cache, ids = target.make_cache(), mx.array(prompts, mx.uint32)
+    places = list(range(len(prompts)))  # whose rows the batch holds, those of ended answers included
+    live = set(places)
+    answers: list[list[int]] = [[] for _ in prompts]
+    rows: list[list[np.ndarray]] = [[] for _ in prompts]
+    for step in range(max_tokens):
+        logits, features = target.forward(ids, cache, taps, last_logits_only=True)
+        tokens = choose(logits[:, -1], step)
+        half = None if features is None else features.astype(mx.float16)
+        mx.eval(tokens, [] if half is None else half, cache.arrays())
+        new = None if half is None else np.array(half)
+        for row, (i, token) in enumerate(zip(places, np.array(tokens).tolist(), strict=True)):
+            if i in live:
+                answers[i].append(token)
+                if new is not None:
+                    rows[i].append(new[row])
+                if token in stops:
+                    live.discard(i)
+        if not live:
+            break
+        ids = tokens[:, None]
+        if len(live) <= 0.85 * len(places):  # dropping rows copies the cache, so not one at a time
+            kept = mx.array([row for row, i in enumerate(places) if i in live])
+            places = [i for i in places if i in live]
+            for layer in cache.layers:
+                state = {k: v for k, v in vars(layer).items() if isinstance(v, mx.array)}
+                vars(layer).update(tree_map(lambda a, kept=kept: a[kept], state))
+            ids = ids[kept]
+    return answers, [np.concatenate(r) if r else np.zeros((0, 0), np.float16) for r in rows]
+
 
 def generate_answers(
-    model: Any,
+    target: Target,
     tokenizer: Any,
-    prompts: Iterable[tuple[str, str]],
-    path: Path,
+    prompts: Sequence[tuple[str, str]],
+    folder: Path,
+    taps: Sequence[int],
     *,
+    part: str = "",
     max_tokens: int = 160,
-    batch: int = 48,
-    report: Any = print,
+    batch: int = 128,
+    report: Callable[[str], None] = print,
 ) -> None:
-    """Append a Sample per (class, prompt) to `path`; prompts whose lines are there already are passed over.
+    """Append a Sample and its features per (class, prompt) to a part; prompts that are there already are passed over.
 
-    model, tokenizer: of `mlx_lm.load`. An answer that does not end by itself is cut at `max_tokens`.
+    Prompts of one length are decoded together. An answer that does not end by itself is cut at `max_tokens`. Raises
+    RequestError if the part was made with other taps.
     """
-    todo = list(prompts)[len(load_samples(path)) :]
-    stop = min(tokenizer.eos_token_ids)
-    for start in range(0, len(todo), batch):
-        part = todo[start : start + batch]
-        ids = [
-            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-            for _, text in part
-        ]
-        answers = batch_generate(
-            model,
-            tokenizer,
-            ids,
-            max_tokens=max_tokens,
-            completion_batch_size=batch,
-            prefill_batch_size=batch,
-            return_token_ids=True,
-        ).token_ids
-        with path.open("a", encoding="utf-8") as f:
-            for (task, _), prompt, answer in zip(part, ids, answers, strict=True):
-                ended = len(answer) < max_tokens
-                sample = Sample(task, list(prompt), list(answer) + [stop] * ended)
-                f.write(json.dumps(asdict(sample), separators=(",", ":")) + "\n")
-        report(f"generated {min(start + batch, len(todo))} of {len(todo)} answers")
+    path, rows_path = folder / f"answers{part}.jsonl", folder / f"features{part}.f16"
+    done = load_samples(path)
+    width = len(taps) * target.hidden_size
+    check_taps(folder, taps, width, write=True)
+    rows_path.touch()
+    with rows_path.open("r+b") as f:  # rows of a batch whose lines were never written
+        f.truncate(sum(s.rows for s in done) * width * 2)
+
+    known = {(s.task, tuple(s.prompt)) for s in done}
+    by_length: dict[int, list[tuple[str, list[int]]]] = {}
+    for task, text in prompts:
+        messages = [{"role": "user", "content": text}]
+        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        if (task, tuple(ids)) not in known:
+            known.add((task, tuple(ids)))
+            by_length.setdefault(len(ids), []).append((task, ids))
+    batches = [group[i : i + batch] for group in by_length.values() for i in range(0, len(group), batch)]
+    np.random.default_rng(0).shuffle(batches)  # so that a part that is cut short is mixed
+
+    stops = sorted(tokenizer.eos_token_ids)
+    finished, total = 0, sum(map(len, batches))
+    for group in batches:
+        answers, features = decode_batch(target, [ids for _, ids in group], stops, max_tokens, taps)
+        with rows_path.open("ab") as f:
+            for rows in features:
+                f.write(rows.tobytes())
+        lines = [asdict(Sample(task, ids, answer)) for (task, ids), answer in zip(group, answers, strict=True)]
+        with path.open("a", encoding="utf-8") as out:
+            out.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        finished += len(group)
+        report(f"generated {finished} of {total} answers")
+
+
+def check_taps(folder: Path, taps: Sequence[int], width: int, write: bool = False) -> None:
+    """Raise RequestError if the folder's features are of other taps; `write`: note these if it has none yet."""
+    path = folder / "features.json"
+    wanted = {"taps": list(taps), "width": width}
+    if path.exists():
+        found = json.loads(path.read_text())
+        if found != wanted:
+            raise RequestError(f"{folder} holds features of taps {found['taps']}, not {list(taps)}; use another folder")
+    elif write:
+        path.write_text(json.dumps(wanted) + "\n")
 
 
 def load_samples(path: Path) -> list[Sample]:
-    """The samples of a file written by `generate_answers`; none if there is no file."""
+    """The samples of one file; none if there is no file."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as f:
         return [Sample(**json.loads(line)) for line in f]
+
+
+def load_answers(folder: Path) -> list[Sample]:
+    """The samples of all parts, in the order of their names."""
+    return [sample for path in sorted(folder.glob("answers*.jsonl")) for sample in load_samples(path)]
+
+
+def load_features(
+    target: Target, folder: Path, taps: Sequence[int], samples: Sequence[Sample] | None = None
+) -> Features:
+    """The features of all parts; those of answers that have none yet (copied in from elsewhere) are computed first.
+
+    samples: of which the answers consist where `folder` has no files of them.
+    """
+    width = len(taps) * target.hidden_size
+    check_taps(folder, taps, width, write=True)
+    parts, places, everything = [], [], []
+    named = {p.stem.removeprefix("answers"): load_samples(p) for p in sorted(folder.glob("answers*.jsonl"))}
+    for part, mine in (named or {"": list(samples or [])}).items():
+        path = folder / f"features{part}.f16"
+        starts = np.cumsum([0] + [s.rows for s in mine]).tolist()
+        have = path.stat().st_size // (width * 2) if path.exists() else 0
+        if have < starts[-1]:
+            first = max(i for i, row in enumerate(starts) if row <= have)
+            path.touch()
+            with path.open("r+b") as f:
+                f.truncate(starts[first] * width * 2)
+                f.seek(0, 2)
+                for sample in mine[first:]:
+                    ids = mx.array([(sample.prompt + sample.answer)[:-1]], mx.uint32)
+                    _, rows = target.forward(ids, target.make_cache(), taps, last_logits_only=True)
+                    assert rows is not None
+                    f.write(np.array(rows[0].astype(mx.float16)).tobytes())
+        parts.append(np.memmap(path, np.float16, "r", shape=(starts[-1], width)))
+        places += [(len(parts) - 1, row) for row in starts[:-1]]
+        everything += mine
+    return Features(parts, places, everything)
+
+
+def tap_scales(features: Features, taps: int, samples: int = 64) -> list[float]:
+    """1 / the median rms of each tap over positions >= 1.
+
+    Position 0 carries activations some hundred times larger; a mean over all positions would be ruled by them.
+    """
+    rms = []
+    for i in range(min(samples, len(features.samples))):
+        rows = features.of(i)[1:].astype(np.float32)
+        rms.append(np.sqrt((rows.reshape(len(rows), taps, -1) ** 2).mean(-1)))
+    return [float(1 / m) for m in np.median(np.concatenate(rms), axis=0)]

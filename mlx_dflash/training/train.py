@@ -19,8 +19,7 @@ from ..drafters.config import DrafterConfig
 from ..drafters.dflash import DFlashModel
 from ..targets import Target
 from .config import TrainingConfig
-from .data import Sample
-from .features import Features, cache_features, tap_scales
+from .data import Features, Sample, load_features, tap_scales
 from .model import draft_hidden, start_from_target
 
 
@@ -75,7 +74,7 @@ def draw_batch(
         anchors.append(at)
         ids.append([(text[a : a + width] + [0] * width)[:width] for a in at])
         known.append([[a + k < len(text) for k in range(1, width)] for a in at])
-        chose = np.minimum(np.array(at)[:, None] + np.arange(width - 1), len(text) - 1)
+        chose = np.minimum(np.array(at)[:, None] + np.arange(width - 1), len(state) - 1)
         final.append(state[chose, taps:])
     lengths = mx.array([len(r) for r in rows])
     inputs = (mx.array(padded), lengths, mx.array(anchors), mx.array(ids))
@@ -147,7 +146,8 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     config.save(folder / "training.json")
-    features = cache_features(target, samples, (*config.taps, target.num_layers - 1), folder)
+    features = load_features(target, folder, (*config.taps, target.num_layers - 1), samples)
+    samples = features.samples
     scales = tap_scales(features, len(config.taps) + 1)[:-1]
     scale = np.repeat(np.array(scales, np.float32), target.hidden_size)
     counts = Counter(t for s in samples for t in s.answer)

@@ -1,0 +1,78 @@
+"""Prompts that the target writes itself: it is given the chat template up to where the user speaks, and sampled.
+
+An aligned model knows what its users ask (Magpie, arXiv 2406.08464), so this yields as many different prompts as
+wanted, with no network and no file.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import RequestError
+from ..targets import Target
+from .data import decode_batch
+
+LONGEST = 36  # tokens of a prompt
+TEMPERATURE = 0.9
+SENTENCE_END = re.compile(r"[.?!](?=\s|$)")
+
+
+def written_prompts(
+    target: Target,
+    tokenizer: Any,
+    count: int,
+    path: Path,
+    *,
+    seed: int = 0,
+    batch: int = 192,
+    report: Callable[[str], None] = print,
+) -> list[tuple[str, str]]:
+    """`count` distinct prompts as ("written", text), kept in the JSON-lines file `path`, which grows batch by batch.
+
+    Raises RequestError where the chat template has no place that a user's text could be sampled for.
+    """
+    mark = "USER-TEXT"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    if text.count(mark) != 1:
+        raise RequestError("this chat template changes or repeats the user's text; prompts can't be sampled from it")
+    before = tokenizer.encode(text[: text.index(mark)], add_special_tokens=False)
+    stops = sorted(tokenizer.eos_token_ids)
+    found: dict[str, None] = {}
+    rounds = 0
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            found[entry["prompt"]] = None
+            rounds = entry["batch"] + 1
+    while len(found) < count:
+
+        def sample(logits: mx.array, step: int, batch_number: int = rounds) -> mx.array:
+            key = mx.random.key((seed * 1_000_003 + batch_number) * LONGEST + step)
+            return mx.random.categorical(logits / TEMPERATURE, key=key)
+
+        answers, _ = decode_batch(target, [before] * batch, stops, LONGEST, choose=sample)
+        new = [whole(tokenizer, ids, stops) for ids in answers]
+        with path.open("a", encoding="utf-8") as f:
+            for prompt in new:
+                if prompt and prompt not in found:
+                    found[prompt] = None
+                    f.write(json.dumps({"batch": rounds, "prompt": prompt}, ensure_ascii=False) + "\n")
+        rounds += 1
+        report(f"wrote {len(found)} of {count} prompts")
+    return [("written", prompt) for prompt in list(found)[:count]]
+
+
+def whole(tokenizer: Any, ids: list[int], stops: list[int]) -> str | None:
+    """The prompt in sampled ids, cut after its last whole sentence if it did not end; None if that leaves nothing."""
+    ended = ids[-1] in stops
+    text = tokenizer.decode(ids[:-1] if ended else ids)
+    if not ended:
+        ends = [m.end() for m in SENTENCE_END.finditer(text)]
+        text = text[: ends[-1]] if ends else ""
+    text = text.strip()
+    special = any(token in text for token in tokenizer.all_special_tokens)
+    return None if len(text) < 12 or special or "\ufffd" in text else text
