@@ -18,10 +18,11 @@ HEAD = """# What is supported, and what proves it
 
 Written by `python -m tests.support` from the pairs of `tests/golden/`; `tests/test_support.py` fails if it is stale.
 Each row is a tiny pair whose taps, logits, drafts, accepted lengths and tokens equal those of the reference, at
-contexts before, on and past both windows (`tests/test_parity.py`).
+contexts before, on and past both windows (`tests/test_parity.py`). `--kv-bits` has no reference: with it, tokens with
+the drafter equal those without (`tests/test_support.py`), or it is refused by name.
 
-| pair | target (`model_type`) | layer caches | drafter | draft layers | reference |
-|---|---|---|---|---|---|
+| pair | target (`model_type`) | layer caches | `--kv-bits` | drafter | draft layers | reference |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -33,7 +34,8 @@ def row(family: str) -> str:
     kinds = Counter(type(layer).__name__ for layer in target.make_cache().layers)
     shared = target.num_layers - sum(kinds.values())
     caches = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) + (f", {shared} shared" if shared else "")
-    cells = [family, f"`{target.config['model_type']}`", caches, kind_of(drafter), layers_of(drafter)]
+    bits = "refused" if target.kv_bits_refusal else "4, 8"
+    cells = [family, f"`{target.config['model_type']}`", caches, bits, kind_of(drafter), layers_of(drafter)]
     cells.append(reference(meta["reference"], meta["versions"]))
     return "| " + " | ".join(cells) + " |\n"
 

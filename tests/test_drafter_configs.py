@@ -10,6 +10,7 @@ import pytest
 import tiny
 from mlx.utils import tree_flatten
 
+from mlx_dflash import load, load_drafter
 from mlx_dflash.drafters import check_pair
 from mlx_dflash.drafters.config import DrafterConfig
 from mlx_dflash.drafters.dflash import DFlashModel
@@ -302,6 +303,27 @@ def test_a_pair_that_does_not_fit_is_refused_naming_both_sides(change, both):
     with pytest.raises(PairError) as caught:
         check_pair(parse(config | change), pair(), "the drafter")
     assert all(word in str(caught.value) for word in ["the drafter", "this qwen3", *both])
+
+
+@pytest.mark.parametrize("change", [None, "more", "swapped", "foreign"])
+def test_a_drafter_that_brings_another_tokenizer_is_refused_before_its_weights_load(change, tmp_path):
+    target, _ = load(tiny.target_folder("qwen3"))
+    folder = tiny.copy_folder(tiny.draft_folder("qwen3"), tmp_path / "drafter")
+    content = json.loads((target.folder / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    if change == "more":
+        content["added_tokens"] = [{"id": 5000, "content": "<m>"}]
+    if change == "swapped":
+        ids["w5"], ids["w6"] = ids["w6"], ids["w5"]
+    if change == "foreign":
+        content["model"]["vocab"] = {f"x{i}": i for i in range(len(ids))}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    if change in (None, "more"):
+        assert load_drafter(folder, target).config.hidden_size == target.hidden_size
+        return
+    with pytest.raises(PairError, match="another tokenizer") as caught:
+        load_drafter(folder, target)
+    assert str(folder) in str(caught.value) and str(target.folder) in str(caught.value)
 
 
 def test_bare_embedding_rows_are_refused_where_the_target_scales_its_own():

@@ -14,7 +14,7 @@ from .dflash import DFlashDrafter, DFlashModel
 from .dflash2 import DFlash2Model
 from .formats import Layout, read_layout, refuse_other_methods
 from .laguna import LagunaModel
-from .pairing import check_pair
+from .pairing import check_pair, check_tokenizers
 
 __all__ = ["DFlashDrafter", "DraftContext", "DrafterConfig", "check_pair", "load_drafter_folder"]
 
@@ -33,6 +33,7 @@ def load_drafter_folder(folder: Path, target: Target) -> DFlashDrafter:
         )
     layout = read_layout(checkpoint.config, where, checkpoint.shapes)
     check_pair(layout.config, target, str(folder))
+    check_tokenizers(folder, target.folder)
     model = load_weights(checkpoint, layout)
     if mx.default_device() == mx.Device(mx.cpu):
         hold_in_fp32(model)

@@ -1,5 +1,8 @@
 """Whether a drafter was made for a target: facts of both configs, compared before any weight is read."""
 
+from pathlib import Path
+
+from ..checkpoint import read_json
 from ..errors import PairError, UnsupportedError
 from ..targets import Target
 from .config import DrafterConfig
@@ -35,3 +38,32 @@ def check_pair(config: DrafterConfig, target: Target, where: str) -> None:
             f"{where} takes bare embedding rows, but this {kind} scales its own; not supported: use one that "
             "holds its embedding, or one in z-lab's format"
         )
+
+
+def check_tokenizers(drafter: Path, target: Path | None) -> None:
+    """Raise PairError if the drafter's folder brings a tokenizer of its own that gives tokens other ids.
+
+    Most drafters bring none. Ids are compared for the tokens that both know: a longer list of added ones is no fault.
+    """
+    files = [folder / "tokenizer.json" for folder in (drafter, target) if folder is not None]
+    if len(files) < 2 or not all(file.exists() for file in files):
+        return
+    theirs, ours = (token_ids(file) for file in files)
+    shared = theirs.keys() & ours.keys()
+    wrong = next((token for token in sorted(shared) if theirs[token] != ours[token]), None)
+    if wrong is not None or len(shared) < min(len(theirs), len(ours)) // 2:
+        what = (
+            f"{len(shared)} tokens in common" if wrong is None else f"{wrong!r} as {theirs[wrong]}, not {ours[wrong]}"
+        )
+        raise PairError(f"{drafter} has another tokenizer than {target} ({what}); use the drafter made for this target")
+
+
+def token_ids(file: Path) -> dict[str, int]:
+    """Token -> id of a tokenizer.json; empty where it lists none in a known way."""
+    content = read_json(file)
+    model = content.get("model") or {}
+    listed = model.get("vocab")
+    ids = dict(listed) if isinstance(listed, dict) else {}
+    if isinstance(listed, list):  # Unigram: [token, score] in order of ids
+        ids = {entry[0]: i for i, entry in enumerate(listed)}
+    return ids | {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}

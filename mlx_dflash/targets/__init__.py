@@ -52,6 +52,7 @@ def load_target(folder: Path) -> tuple[Target, TokenizerWrapper]:
     if mx.default_device() == mx.Device(mx.cpu):
         hold_in_fp32(model)
     target = family(model, config)
+    target.folder = folder
     mx.eval(model.parameters(), private_arrays(model))
     return target, tokenizer_of(checkpoint)
 

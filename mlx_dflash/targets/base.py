@@ -7,6 +7,7 @@ differently.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -25,6 +26,9 @@ class Target(ABC):
     model_types: ClassVar[tuple[str, ...]]
     # What mlx-lm's `load_model` takes as `get_model_classes`; None: its own choice by model_type.
     model_classes: ClassVar[Callable[..., tuple[type[nn.Module], type]] | None] = None
+
+    # The folder it was loaded from; a pairing check compares tokenizers.
+    folder: Path | None = None
 
     # Why keys and values can't be quantized, where they can't.
     kv_bits_refusal: str | None = None
