@@ -22,7 +22,7 @@ from mlx_dflash.training.data import (
 )
 from mlx_dflash.training.export import export_drafter
 from mlx_dflash.training.model import block_mask, draft_hidden, start_from_target
-from mlx_dflash.training.prompts import held_out_prompts, training_prompts
+from mlx_dflash.training.prompts import OPENERS, held_out_prompts, split, training_prompts
 from mlx_dflash.training.train import candidates, drafter_config, train
 from mlx_dflash.training.written import written_prompts
 
@@ -137,10 +137,13 @@ def test_features_of_copied_answers_are_computed_and_parts_are_joined(llama, sam
 def test_written_prompts_are_sampled_once_and_kept(chat, tmp_path):
     target, tokenizer = chat
     path = tmp_path / "prompts.jsonl"
-    first = written_prompts(target, tokenizer, 6, path, batch=16, report=lambda _: None)
-    assert len(set(first)) == 6
-    again = written_prompts(target, tokenizer, 6, path, batch=16, report=lambda _: pytest.fail("sampled again"))
-    other = written_prompts(target, tokenizer, 6, tmp_path / "other.jsonl", seed=1, batch=16, report=lambda _: None)
+    first = written_prompts(target, tokenizer, 6, path, batch=4, report=lambda _: None)
+    assert len({prompt for _, prompt in first}) == 6
+    begun = [(task, prompt) for task, prompt in first if task != "written"]
+    assert 0 < len(begun) < 6
+    assert all(any(prompt.startswith(o) for o in split(OPENERS[task])) for task, prompt in begun)
+    again = written_prompts(target, tokenizer, 6, path, batch=4, report=lambda _: pytest.fail("sampled again"))
+    other = written_prompts(target, tokenizer, 6, tmp_path / "other.jsonl", seed=1, batch=4, report=lambda _: None)
     assert first == again != other
 
 

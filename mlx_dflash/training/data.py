@@ -107,7 +107,7 @@ def generate_answers(
     batch: int = 128,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Append a Sample and its features per (class, prompt) to a part; prompts that are there already are passed over.
+    """Append a Sample and its features per (class, prompt) to a part; prompts that any part has are passed over.
 
     Prompts of one length are decoded together. An answer that does not end by itself is cut at `max_tokens`. Raises
     RequestError if the part was made with other taps.
@@ -120,13 +120,13 @@ def generate_answers(
     with rows_path.open("r+b") as f:  # rows of a batch whose lines were never written
         f.truncate(sum(s.rows for s in done) * width * 2)
 
-    known = {(s.task, tuple(s.prompt)) for s in done}
+    known = {tuple(s.prompt) for s in load_answers(folder)}
     by_length: dict[int, list[tuple[str, list[int]]]] = {}
     for task, text in prompts:
         messages = [{"role": "user", "content": text}]
         ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-        if (task, tuple(ids)) not in known:
-            known.add((task, tuple(ids)))
+        if tuple(ids) not in known:
+            known.add(tuple(ids))
             by_length.setdefault(len(ids), []).append((task, ids))
     batches = [group[i : i + batch] for group in by_length.values() for i in range(0, len(group), batch)]
     np.random.default_rng(0).shuffle(batches)  # so that a part that is cut short is mixed

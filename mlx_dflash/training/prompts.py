@@ -320,6 +320,27 @@ HELD_OUT: dict[str, list[str]] = {
 }
 
 
+# class -> how a user's prompt of that class may begin, between bars; the target goes on from there (`written.py`)
+OPENERS: dict[str, str] = {
+    "code": """Write a Python function that|Write a Python script that|How do I|Write a SQL query that
+        Write a JavaScript function that|Implement a|Write a bash script that|Write a class in Python that
+        Explain what this code does:|Write HTML for|Write a function that takes a list and|In Python, how can I""",
+    "maths": """A farmer has|If a|Solve the equation|What is the|How many|A train|Sarah has|Calculate the|A shop sells
+        What is 3|A rectangle has|Find the|There are|The sum of two numbers is|If I buy""",
+    "chat": """My|Which|How do I|I want to|What should I|Tell me something about|How can I|What is the best way to
+        Can you recommend|What do I need for|Why do|I need advice about""",
+    "creative": """Write a short story about|Write a poem about|Invent|Write a dialogue between|Describe a
+        Write a haiku about|Tell a story about|Write a letter from|Write the first lines of a|Write a song about
+        Write a monologue of""",
+    "essay": """Explain how|What caused|Explain the difference between|How does|Why did|What are the benefits of
+        Describe the|Write a short essay on|What is|Why is|How are|Write a paragraph about""",
+    "rewrite": """Make this text shorter:|Correct this sentence:|Summarise this text:|Turn this into a list:
+        Rewrite this politely:|Translate into plain English:|Write a subject line for an email that
+        Rewrite this sentence:|Make this text more formal:|Extract the names from this text:|Fix the grammar:
+        Write this as a numbered list:""",
+}
+
+
 def training_prompts(count: int, seed: int) -> list[tuple[str, str]]:
     """`count` (class, prompt) pairs, group by group, classes in turn, each once; fewer when the built-ins run out."""
     out: list[tuple[str, str]] = []

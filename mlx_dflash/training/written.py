@@ -1,7 +1,7 @@
 """Prompts that the target writes itself: it is given the chat template up to where the user speaks, and sampled.
 
 An aligned model knows what its users ask (Magpie, arXiv 2406.08464), so this yields as many different prompts as
-wanted, with no network and no file.
+wanted, with no network and no file. Half of the batches begin with an opener of a task class, the others with nothing.
 """
 
 import json
@@ -15,8 +15,9 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..targets import Target
 from .data import decode_batch
+from .prompts import OPENERS, held_out_prompts, split
 
-LONGEST = 36  # tokens of a prompt
+LONGEST = 36  # sampled tokens of a prompt
 TEMPERATURE = 0.9
 SENTENCE_END = re.compile(r"[.?!](?=\s|$)")
 
@@ -31,22 +32,25 @@ def written_prompts(
     batch: int = 192,
     report: Callable[[str], None] = print,
 ) -> list[tuple[str, str]]:
-    """`count` distinct prompts as ("written", text), kept in the JSON-lines file `path`, which grows batch by batch.
+    """`count` distinct prompts as (class, text), the class "written" where there was no opener.
 
+    They are kept in the JSON-lines file `path`, which grows batch by batch.
     Raises RequestError where the chat template has no place that a user's text could be sampled for.
     """
     mark = "USER-TEXT"
     text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     if text.count(mark) != 1:
         raise RequestError("this chat template changes or repeats the user's text; prompts can't be sampled from it")
-    before = tokenizer.encode(text[: text.index(mark)], add_special_tokens=False)
+    before = text[: text.index(mark)]
+    openers = [(name, opener) for name, group in OPENERS.items() for opener in split(group)]
+    held_out = {prompt for _, prompt in held_out_prompts()}
     stops = sorted(tokenizer.eos_token_ids)
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
     rounds = 0
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
-            found[entry["prompt"]] = None
+            found[entry["prompt"]] = entry["task"]
             rounds = entry["batch"] + 1
     while len(found) < count:
 
@@ -54,22 +58,28 @@ def written_prompts(
             key = mx.random.key((seed * 1_000_003 + batch_number) * LONGEST + step)
             return mx.random.categorical(logits / TEMPERATURE, key=key)
 
-        answers, _ = decode_batch(target, [before] * batch, stops, LONGEST, choose=sample)
-        new = [whole(tokenizer, ids, stops) for ids in answers]
+        task, opener = openers[rounds // 2 * 7 % len(openers)] if rounds % 2 else ("written", "")
+        start = tokenizer.encode(before + opener, add_special_tokens=False)
+        answers, _ = decode_batch(target, [start] * batch, stops, LONGEST, choose=sample)
+        new = [whole(tokenizer, ids, stops, opener) for ids in answers]
         with path.open("a", encoding="utf-8") as f:
             for prompt in new:
-                if prompt and prompt not in found:
-                    found[prompt] = None
-                    f.write(json.dumps({"batch": rounds, "prompt": prompt}, ensure_ascii=False) + "\n")
+                if prompt and prompt not in found and prompt not in held_out:
+                    found[prompt] = task
+                    entry = {"batch": rounds, "task": task, "prompt": prompt}
+                    f.write(json.dumps(entry, ensure_ascii=False) + "\n")
         rounds += 1
         report(f"wrote {len(found)} of {count} prompts")
-    return [("written", prompt) for prompt in list(found)[:count]]
+    return [(task, prompt) for prompt, task in list(found.items())[:count]]
 
 
-def whole(tokenizer: Any, ids: list[int], stops: list[int]) -> str | None:
-    """The prompt in sampled ids, cut after its last whole sentence if it did not end; None if that leaves nothing."""
+def whole(tokenizer: Any, ids: list[int], stops: list[int], opener: str = "") -> str | None:
+    """The prompt of an opener and sampled ids, cut after its last whole sentence if it did not end.
+
+    None if that leaves nothing.
+    """
     ended = ids[-1] in stops
-    text = tokenizer.decode(ids[:-1] if ended else ids)
+    text = opener + tokenizer.decode(ids[:-1] if ended else ids)
     if not ended:
         ends = [m.end() for m in SENTENCE_END.finditer(text)]
         text = text[: ends[-1]] if ends else ""
