@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_dflash import generate, load, load_drafter, stream_generate
-from mlx_dflash.accept import Sampling
+from mlx_dflash.accept import Sampler
 from mlx_dflash.cache import STEP
 from mlx_dflash.decode import Decoder, State
 from mlx_dflash.drafters.dflash import MAX_PENDING
@@ -131,7 +131,7 @@ def test_prefill_chunks_change_neither_drafts_nor_tokens(pair, prompt, plain, ch
 
 def decoder_on(pair, state, width, cut=lambda tokens: None):
     target, _, drafter = pair
-    return Decoder(target, drafter, state, lambda: width, Sampling().draw, cut, Observer())
+    return Decoder(target, drafter, state, lambda: width, Sampler(), cut, Observer())
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])
