@@ -46,7 +46,7 @@ class Rejection(Sampler):
 
         return choose
 
-    def draw(self, logits: mx.array, ids: mx.array, tokens: Sequence[int], before: int) -> Drawn:
+    def draw(self, logits: mx.array, ids: mx.array, tokens: list[int], before: int) -> Drawn:
         logits = logits.astype(mx.float32)
         p = mx.softmax(logits / self.sampling.temp, axis=-1)
         noise = gumbel(self.seed_of(2), before + 1, logits.shape)

@@ -189,7 +189,7 @@ class Sampler:
     vocab: int = 0
     _noise: tuple[int, mx.array] | None = field(default=None, init=False, repr=False)
 
-    def draw(self, logits: mx.array, ids: mx.array, tokens: Sequence[int], before: int) -> Drawn:
+    def draw(self, logits: mx.array, ids: mx.array, tokens: list[int], before: int) -> Drawn:
         """The target's choice after each of `ids` (n,), from `logits` (n, vocab); `tokens[:before]` precede them."""
         sampling = self.sampling
         if self.processors.active:
@@ -206,11 +206,13 @@ class Sampler:
             return Drawn(greedy(logits), None, None, logprobs, self.top_logprobs)
         noise = self.noise(before + 1, *logits.shape)
         choice, sure = self.choose(logits, noise, normaliser)
+        if sure is None:
+            return Drawn(choice, None, None, logprobs, self.top_logprobs)
 
         def exactly() -> mx.array:
             return mx.where(sure, choice, self.choose(logits, noise, normaliser, whole=True)[0])
 
-        return Drawn(choice, sure, None if sure is None else exactly, logprobs, self.top_logprobs)
+        return Drawn(choice, sure, exactly, logprobs, self.top_logprobs)
 
     def choose(
         self, logits: mx.array, noise: mx.array, normaliser: mx.array | None, whole: bool = False

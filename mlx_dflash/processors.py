@@ -83,7 +83,7 @@ class Processors:
         )
         return max((size for penalty, size in windows if penalty), default=0)
 
-    def apply(self, logits: mx.array, ids: mx.array, tokens: Sequence[int], before: int) -> mx.array:
+    def apply(self, logits: mx.array, ids: mx.array, tokens: list[int], before: int) -> mx.array:
         """Logits (n, vocab) of the tokens after each of `ids` (n,), which follow `tokens[:before]`; nothing is read."""
         if bias := self.logit_bias:
             keys, values = mx.array(list(bias)), mx.array(list(bias.values()), mx.float32)
@@ -104,7 +104,7 @@ class Processors:
                 logits = logits.at[rows, seen].subtract((real * penalty).astype(logits.dtype))
         return self._run_own(logits, ids, tokens, before) if self.own else logits
 
-    def _run_own(self, logits: mx.array, ids: mx.array, tokens: Sequence[int], before: int) -> mx.array:
+    def _run_own(self, logits: mx.array, ids: mx.array, tokens: list[int], before: int) -> mx.array:
         text = mx.concatenate([mx.array(tokens[:before], ids.dtype), ids])
         rows = []
         for i in range(len(ids)):

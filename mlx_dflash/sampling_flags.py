@@ -41,7 +41,7 @@ def wanted_sampling(args: argparse.Namespace) -> dict[str, Any]:
         raise RequestError("--recommended contradicts --generation-config; drop one of them")
     if args.logprobs and not args.json:
         raise RequestError("--logprobs needs --json, which prints them; give both, or drop --logprobs")
-    resolve({"seed": 0, **given}).sampler(None, args.logprobs, args.top_logprobs)
+    resolve({**given, "seed": given["seed"] or 0}).sampler(None, args.logprobs, args.top_logprobs)
     if args.proposals == "coupled" and args.plain:
         raise RequestError("--proposals coupled needs a drafter; drop it or --plain")
     source = "recommended" if args.recommended else "generation_config" if args.generation_config else None

@@ -66,7 +66,10 @@ def test_a_character_of_several_tokens_comes_out_whole_with_its_last_one(tokeniz
     assert [len(part) for part in shown if part] == [1] * (len(character) + 2)
 
 
-MIXED = "Caf\u00e9 \u4f60\u597d \u6771\u4eac \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 na\u00efve\u0301 \U0001f1e9\U0001f1ea!"
+MIXED = (
+    "Caf\u00e9 \u4f60\u597d \u6771\u4eac \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 "
+    "na\u00efve\u0301 \U0001f1e9\U0001f1ea!"
+)
 
 
 @pytest.mark.parametrize("at", range(1, len(MIXED.encode()) + 1))
