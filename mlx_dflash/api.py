@@ -4,7 +4,7 @@ Ties names, text, sampling, the loop and its stats together; holds no algorithm 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import hub
-from .accept import Sampling
 from .decode import Decoder, State
 from .drafters import DFlashDrafter, load_drafter_folder
-from .errors import RequestError, UnsupportedError
+from .errors import RequestError
+from .facts import decide_thinking, has_thinking_switch
+from .processors import LogitsProcessor, is_whole
+from .settings import refuse_option, resolve
 from .stats import Observer, Profiler, Stats
 from .targets import Target, load_target
 from .text import TextStream, encode_prompt
@@ -33,7 +35,9 @@ class GenerationResponse:
 
     text: what this token added, perhaps nothing. from_draft: the drafter proposed it and the target chose it too.
     prompt_tps, generation_tps: tokens/s so far. peak_memory: GB. finish_reason: 'stop', 'length' or
-    'interrupted', None before the last. logprobs: None; they are not computed yet.
+    'interrupted', None before the last. With logprobs=True, from the pass that verified the token, after processors and
+    before filters and temperature: logprobs, log-probabilities of all tokens (vocab,); logprob, the token's own;
+    top_logprobs, the likeliest (id, log-probability).
     """
 
     text: str
@@ -46,17 +50,24 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None = None
     logprobs: mx.array | None = None
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
     stats: Stats | None = None
 
 
 @dataclass
 class GenerationResult:
-    """A finished generation. tokens include the stop token; text does not include it, nor a stop string."""
+    """A finished generation. tokens include the stop token; text does not include it, nor a stop string.
+
+    logprobs, top_logprobs: one entry a token, as in GenerationResponse; None if they were not asked for.
+    """
 
     text: str
     tokens: list[int]
     finish_reason: str
     stats: Stats = field(repr=False)
+    logprobs: list[float] | None = field(default=None, repr=False)
+    top_logprobs: list[list[tuple[int, float]]] | None = field(default=None, repr=False)
 
 
 def load(path_or_name: str | Path = "demo") -> tuple[Target, TokenizerWrapper]:
@@ -82,14 +93,28 @@ def stream_generate(
     *,
     draft_model: DFlashDrafter | None = None,
     max_tokens: int = 256,
-    temp: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    min_tokens_to_keep: int = 1,
+    temp: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    min_tokens_to_keep: int | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int | None = None,
+    presence_penalty: float | None = None,
+    presence_context_size: int | None = None,
+    frequency_penalty: float | None = None,
+    frequency_context_size: int | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
     seed: int | None = None,
+    sampling_defaults: str | None = None,
+    thinking: bool | None = None,
+    proposals: str | None = None,
+    draft_temp: float | None = None,
     stop: str | int | Sequence[str | int] | None = None,
     block_size: int | str = "auto",
+    logprobs: bool = False,
+    top_logprobs: int = 0,
     kv_bits: int | None = None,
     kv_group_size: int | None = None,
     profile: bool = False,
@@ -104,45 +129,90 @@ def stream_generate(
     max_tokens -1 means no limit. stop: strings or token ids, beside the model's own stop ids. interrupted: asked after
     every round; True ends the text there. kv_bits (4 or 8) quantizes the keys and values of full attention from the
     first token on, in groups of kv_group_size (64 or 32; None: the larger that fits). profile times draft and verify
-    apart, at a cost. Raises, before anything runs, RequestError for a bad option and UnsupportedError for one of
-    mlx-lm's that this version or this model does not have.
+    apart, at a cost.
+
+    A sampling setting left None has mlx-lm's default (temp 0.0, top_p 1.0, top_k 0, min_p 0.0, no penalties, windows of
+    20 tokens), or the value of `sampling_defaults`: "recommended" (the model card's) or "generation_config" (the
+    model's file). seed None draws a fresh one. All values in force and their origins are in `stats.sampling`.
+    logits_processors: pure functions of (tokens, logits (1, vocab)), as in mlx-lm. thinking: on or off in the chat
+    template; None leaves it to the template, but off with a drafter known to be trained without. proposals: "argmax" or
+    "coupled" drafts (at draft_temp; None: temp); they change the speed, never the tokens.
+
+    Raises, before anything runs, RequestError for a bad option and UnsupportedError for one of mlx-lm's that this
+    version or this model does not have.
     """
     for name, value in unsupported.items():
         refuse_option(name, value)
-    sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, seed)
-    if max_tokens == 0 or max_tokens < -1:
+    if not is_whole(max_tokens) or max_tokens == 0 or max_tokens < -1:
         raise RequestError(f"max_tokens must be 1 or more (-1: no limit), not {max_tokens}")
-    if prefill_step_size < 1:
+    if not is_whole(prefill_step_size) or prefill_step_size < 1:
         raise RequestError(f"prefill_step_size must be 1 or more, not {prefill_step_size}")
     if draft_model is not None and draft_model.target is not model:
         raise RequestError("draft_model is bound to another target; load it with load_drafter(path, model)")
+    if proposals == "coupled" and draft_model is None:
+        raise RequestError("coupled proposals need a draft model; give one, or drop proposals")
     check_kv_quantization(kv_bits, kv_group_size)
     width = make_width(block_size, draft_model)
     if block_size == 1:
         draft_model = None
-    ids = encode_prompt(tokenizer, prompt)
+    chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)
+    drafter_name = getattr(draft_model, "name", None) if chat else None
+    thinking, decider = decide_thinking(thinking, tokenizer, drafter_name)
+    given = {
+        "temp": temp,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "min_tokens_to_keep": min_tokens_to_keep,
+        "repetition_penalty": repetition_penalty,
+        "repetition_context_size": repetition_context_size,
+        "presence_penalty": presence_penalty,
+        "presence_context_size": presence_context_size,
+        "frequency_penalty": frequency_penalty,
+        "frequency_context_size": frequency_context_size,
+        "logit_bias": logit_bias,
+        "seed": seed,
+        "proposals": proposals,
+        "draft_temp": draft_temp,
+    }
+    settings = resolve(given, sampling_defaults, model.name, model.generation_config, thinking)
+    sampler = settings.sampler(logits_processors, logprobs, top_logprobs, model.vocab_size)
+    template = {} if thinking is None or not chat else thinking_option(tokenizer, thinking)
+    ids = encode_prompt(tokenizer, prompt, **template)
     if max(ids) >= model.vocab_size or min(ids) < 0:
         raise RequestError(f"the prompt has token ids outside the model's table of {model.vocab_size} rows")
 
     observer = (Profiler if profile else Observer)(prompt_progress_callback)
-    observer.stats.sampling = sampling.to_dict()
+    observer.stats.sampling = settings.report(sampler)
+    if thinking is not None:
+        observer.stats.sampling["thinking"] = thinking
+        observer.stats.sampling["from"]["thinking"] = decider
     text = TextStream(tokenizer, stop, interrupted)
     context = draft_model.make_context() if draft_model is not None else None
     state = State(ids, model.make_cache(kv_bits, kv_group_size), context)
-    decoder = Decoder(model, draft_model, state, width, sampling.draw, text.cut, observer)
+    decoder = Decoder(model, draft_model, state, width, sampler, text.cut, observer)
     limit = max_tokens if max_tokens > 0 else 2**62
     return respond(decoder, text, observer, limit, prefill_step_size)
 
 
 def generate(model: Target, tokenizer: TokenizerWrapper, prompt: Prompt, **options: Any) -> GenerationResult:
     """Run `stream_generate` to the end, with the same options."""
-    text, tokens = "", []
+    return collect(stream_generate(model, tokenizer, prompt, **options))
+
+
+def collect(stream: Iterable[GenerationResponse]) -> GenerationResult:
+    """All responses of a request as one result."""
+    text, tokens, logprobs, top = "", [], [], []
     last = None
-    for last in stream_generate(model, tokenizer, prompt, **options):
+    for last in stream:
         text += last.text
         tokens.append(last.token)
+        if last.logprob is not None and last.top_logprobs is not None:
+            logprobs.append(last.logprob)
+            top.append(last.top_logprobs)
     assert last is not None and last.stats is not None and last.finish_reason is not None
-    return GenerationResult(text, tokens, last.finish_reason, last.stats)
+    scored = (logprobs, top) if logprobs else (None, None)
+    return GenerationResult(text, tokens, last.finish_reason, last.stats, *scored)
 
 
 def respond(
@@ -161,6 +231,8 @@ def respond(
                 generation_tps=observer.generation_tps(),
                 peak_memory=mx.get_peak_memory() / 1e9,
             )
+            if (score := emitted.score) is not None:
+                response.logprobs, response.logprob, response.top_logprobs = score.vector, score.chosen, score.top
             if emitted.last:
                 text.finish("length")
                 response.text = "".join(text.segments)
@@ -183,22 +255,11 @@ def wired_limit() -> Iterator[None]:
             mx.set_wired_limit(old)
 
 
-# Options of mlx-lm that users may pass and that this version can't serve: name -> the value that means "not used".
-LATER_OPTIONS: dict[str, Any] = {
-    "repetition_penalty": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "logits_processors": None,
-    "logprobs": False,
-    "top_logprobs": 0,
-    "quantized_kv_start": 0,
-    "max_kv_size": None,
-    "prompt_cache": None,
-    "sampler": None,
-    "input_embeddings": None,
-    "xtc_probability": 0.0,
-}
+def thinking_option(tokenizer: TokenizerWrapper, thinking: bool) -> dict[str, bool]:
+    """What turns thinking on or off in the chat template; refused where the template has no such switch."""
+    if not has_thinking_switch(tokenizer):
+        raise RequestError("the chat template has no enable_thinking switch; drop thinking")
+    return {"enable_thinking": thinking}
 
 
 def check_kv_quantization(kv_bits: int | None, kv_group_size: int | None) -> None:
@@ -206,10 +267,3 @@ def check_kv_quantization(kv_bits: int | None, kv_group_size: int | None) -> Non
         raise RequestError(f"kv_bits must be 4 or 8, not {kv_bits}")
     if kv_group_size not in (None, 32, 64):
         raise RequestError(f"kv_group_size must be 64 or 32, not {kv_group_size}")
-
-
-def refuse_option(name: str, value: Any) -> None:
-    if name not in LATER_OPTIONS:
-        raise RequestError(f"unknown option {name!r}")
-    if value is not None and value != LATER_OPTIONS[name]:
-        raise UnsupportedError(f"the option {name!r} is not supported yet")

@@ -13,18 +13,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from . import __version__
-from .accept import Sampling
 from .api import (
     GenerationResponse,
     GenerationResult,
     check_kv_quantization,
+    collect,
     load,
     load_drafter,
     stream_generate,
+    thinking_option,
 )
 from .drafters import DFlashDrafter
 from .errors import DFlashError, RequestError, UnsupportedError
-from .report import compare, comparison, summary
+from .facts import decide_thinking, has_thinking_switch
+from .report import compare, comparison, remarks, sampling_line, summary
+from .sampling_flags import add_sampling_flags, wanted_sampling
 from .targets import Target
 from .text import apply_template, encode_prompt
 
@@ -86,12 +89,7 @@ def build_parser() -> Parser:
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
     add("--max-tokens", "-m", type=int, default=256, help="most tokens to generate (-1: no limit; default 256)")
-    add("--temp", type=float, default=0.0, help="sampling temperature; 0 (default) is greedy")
-    add("--top-p", type=float, default=1.0)
-    add("--top-k", type=int, default=0)
-    add("--min-p", type=float, default=0.0)
-    add("--min-tokens-to-keep", type=int, default=1)
-    add("--seed", type=int, default=None, help="seed of the sampling noise (default: a fresh one, reported)")
+    add_sampling_flags(add)
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens forwarded at a time")
     add("--kv-bits", type=int, default=None, metavar="4|8", help="quantize keys and values of full attention")
     add("--kv-group-size", type=int, default=None, metavar="64|32", help="values a scale (default: what fits)")
@@ -127,8 +125,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) == "":
             raise RequestError(f"--{name.replace('_', '-')} is empty; give a folder or a Hugging Face name")
     block_size = wanted_rows(args)
-    # Bad settings are refused before a model is loaded.
-    Sampling(args.temp, args.top_p, args.top_k, args.min_p, args.min_tokens_to_keep, args.seed or 0)
+    sampling = wanted_sampling(args)
     check_kv_quantization(args.kv_bits, args.kv_group_size)
     if args.quantized_kv_start != 0:
         raise UnsupportedError("--quantized-kv-start must be 0: with --kv-bits, quantization is from token 0")
@@ -139,36 +136,49 @@ def run(args: argparse.Namespace) -> int:
     drafter, pair = choose_drafter(args, model)
     for token in args.extra_eos_token:
         add_eos_token(tokenizer, token)
+    asked = extra.get("enable_thinking")
+    thinking, decider = decide_thinking(asked, tokenizer, getattr(drafter, "name", None))
+    if args.ignore_chat_template or not (asked is None or has_thinking_switch(tokenizer)):
+        thinking = None
     options: dict[str, Any] = {
+        **sampling,
         "max_tokens": args.max_tokens,
-        "temp": args.temp,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": args.min_p,
-        "min_tokens_to_keep": args.min_tokens_to_keep,
-        "seed": args.seed,
+        "thinking": thinking,
+        "logprobs": args.logprobs,
+        "top_logprobs": args.top_logprobs,
         "stop": args.stop,
         "kv_bits": args.kv_bits,
         "kv_group_size": args.kv_group_size,
         "profile": args.profile,
         "prefill_step_size": args.prefill_step_size,
     }
+    if thinking is not None:
+        extra |= thinking_option(tokenizer, thinking)
     ids = template(tokenizer, prompt, args, extra)
     with Interrupt() as interrupt:
         options |= {"interrupted": interrupt.asked, "prompt_progress_callback": interrupt.check}
         stream = stream_generate(model, tokenizer, ids, draft_model=drafter, block_size=block_size, **options)
         result = show(stream, quiet=args.json)
+        if thinking is not None:
+            result.stats.sampling["from"]["thinking"] = decider
         report: dict[str, Any] = {
             "text": result.text,
             "tokens": result.tokens,
             "finish_reason": result.finish_reason,
             "stats": result.stats.to_dict(),
         }
+        if args.logprobs:
+            report |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
         if args.verbose:
-            note(f"{pair}\n{summary(result)}")
+            note(
+                "\n".join(
+                    [pair, *remarks(model, drafter, result.stats, asked), sampling_line(result.stats), summary(result)]
+                )
+            )
         if args.compare and not interrupt.pressed:
             seed = result.stats.sampling.get("seed")
             options["seed"] = args.seed if seed is None else seed
+            options |= {"proposals": None, "draft_temp": None}
             stream = stream_generate(model, tokenizer, ids, **options)
             plain = show(stream, quiet=True)
             if not interrupt.pressed:
@@ -287,17 +297,17 @@ class Interrupt:
 
 def show(stream: Iterator[GenerationResponse], quiet: bool) -> GenerationResult:
     """Print the text as it comes and collect it."""
-    text, tokens = "", []
-    last = None
-    for last in stream:
-        text += last.text
-        tokens.append(last.token)
-        if not quiet and last.text:
-            print(last.text, end="", flush=True)
+
+    def printed() -> Iterator[GenerationResponse]:
+        for response in stream:
+            if not quiet and response.text:
+                print(response.text, end="", flush=True)
+            yield response
+
+    result = collect(printed())
     if not quiet:
         print(flush=True)
-    assert last is not None and last.stats is not None and last.finish_reason is not None
-    return GenerationResult(text, tokens, last.finish_reason, last.stats)
+    return result
 
 
 def note(text: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .accept import Draw, count_accepted, greedy
+from .accept import Drawn, Outcome, Sampler, Score
 from .cache import TargetCache
 from .drafters import DFlashDrafter, DraftContext
 from .stats import Observer
@@ -36,8 +36,9 @@ class Round:
     """A verify pass in flight."""
 
     rows: int
-    draws: mx.array  # (rows,) the target's token after every row
-    outcome: mx.array  # [accepted drafts, *draws], the one thing the host reads; just the draw of a one-row round
+    drafts: mx.array | None  # (rows - 1,); None in a round of one row
+    drawn: Drawn  # the target's token after every row
+    outcome: mx.array  # accepted drafts, draws and what else was asked for, packed: the one thing the host reads
     features: mx.array | None  # (1, rows, taps * hidden)
 
 
@@ -46,6 +47,7 @@ class Emitted:
     token: int
     from_draft: bool
     last: bool
+    score: Score | None = None  # if log-probabilities were asked for
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Decoder:
     drafter: DFlashDrafter | None
     state: State
     width: Callable[[], int]
-    draw: Draw
+    sampler: Sampler
     cut: Cut
     observer: Observer
 
@@ -77,10 +79,16 @@ class Decoder:
                 if rows == 1:
                     self.commit(flight, 1)
                     unread = flight
-                    ahead = self.launch(flight.draws, 1)
+                    ahead = self.launch(flight.drawn.tokens, 1)
 
-                accepted, tokens = self.read(flight)
-                tokens = tokens[: min(accepted + 1, left)]
+                outcome = self.read(flight)
+                if not outcome.final:
+                    outcome = self.read_again(flight)
+                    if ahead is not None:  # it began with a token that may not be the one
+                        state.cache.abort()
+                        ahead = None
+                accepted, scores = outcome.accepted, outcome.scores
+                tokens = outcome.tokens[: min(accepted + 1, left)]
                 stop = self.cut(tokens)
                 tokens = tokens[:stop]
                 state.tokens += tokens
@@ -96,14 +104,16 @@ class Decoder:
                 elif ahead is None:
                     ahead = self.launch(mx.array(tokens[-1:], mx.uint32), rows or self.rows(left))
                 for i, token in enumerate(tokens):
-                    yield Emitted(token, i < accepted, done and i == len(tokens) - 1)
+                    last = done and i == len(tokens) - 1
+                    yield Emitted(token, i < accepted, last, None if scores is None else scores[i])
                 if done or ahead is None:
                     return
                 flight = ahead
         finally:
             state.cache.abort()
             if unread is not None:
-                state.tokens += self.read(unread)[1]
+                outcome = self.read(unread)
+                state.tokens += (outcome if outcome.final else self.read_again(unread)).tokens
 
     def rows(self, left: int) -> int:
         """Rows of the next round, with `left` tokens still to emit."""
@@ -112,28 +122,34 @@ class Decoder:
 
     def launch(self, anchor: mx.array, rows: int) -> Round:
         """Draft, verify and draw; all that the next round builds on is on its way to the device, nothing is read."""
-        state, ids = self.state, anchor
+        state, ids, drafts = self.state, anchor, None
+        before = state.cache.length  # tokens before the anchor; the one drawn after it is at `before` + 1
         if rows > 1 and self.drafter is not None and state.context is not None:
-            drafts = self.drafter.propose(anchor, rows, state.context, greedy)
+            drafts = self.drafter.propose(anchor, rows, state.context, self.sampler.proposals(before + 1, rows))
             self.observer.drafted(drafts)
             ids = mx.concatenate([anchor, drafts])
-        position = state.cache.length + 1  # of the token drawn after the anchor
         state.cache.begin()
         logits, features = self.target.forward(ids[None], state.cache, self.taps)
-        draws = self.draw(logits[0], position)
-        self.observer.verified(draws)
-        outcome = draws
-        if rows > 1:
-            outcome = mx.concatenate([count_accepted(ids[1:], draws)[None].astype(draws.dtype), draws])
+        drawn = self.sampler.draw(logits[0], ids, state.tokens, before)
+        self.observer.verified(drawn.tokens)
+        outcome = drawn.pack(drafts)
         # Caches and features are not all ancestors of the outcome; left lazy they would chain from round to round.
         mx.async_eval(outcome, features, state.cache.arrays(), self.context_arrays())
-        return Round(rows, draws, outcome, features)
+        return Round(rows, drafts, drawn, outcome, features)
 
-    def read(self, flight: Round) -> tuple[int, list[int]]:
+    def read(self, flight: Round) -> Outcome:
         """The host read: how many drafts were accepted, and the target's token after every row."""
         values: list[int] = flight.outcome.tolist()  # type: ignore[assignment]
         self.observer.read()
-        return (0, values) if flight.rows == 1 else (values[0], values[1:])
+        return flight.drawn.unpack(values, flight.drafts is not None)
+
+    def read_again(self, flight: Round) -> Outcome:
+        """For the few rounds whose filters keep more than the candidates that were looked at: all rows, all tokens."""
+        self.observer.drawn_again()
+        drawn = flight.drawn.again()
+        values: list[int] = drawn.pack(flight.drafts).tolist()  # type: ignore[assignment]
+        self.observer.read()
+        return drawn.unpack(values, flight.drafts is not None)
 
     def commit(self, flight: Round, keep: int) -> None:
         """Keep the first `keep` rows of a round, in the cache and in the drafter's context."""

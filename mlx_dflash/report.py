@@ -5,6 +5,9 @@ from typing import Any
 import mlx.core as mx
 
 from .api import GenerationResult
+from .drafters import DFlashDrafter
+from .facts import drafter_facts, target_facts
+from .stats import Stats
 from .targets import Target
 
 
@@ -22,9 +25,35 @@ def summary(result: GenerationResult) -> str:
     parts.append(f"{s.generation_tokens} tokens, {result.finish_reason}")
     parts.append(f"prompt {s.prompt_tokens} tokens, first token after {s.ttft:.2f} s")
     parts.append(f"peak memory {s.peak_memory / 1e9:.2f} GB")
-    if s.sampling.get("temp"):
-        parts.append(f"seed {s.sampling['seed']}")
     return " | ".join(parts)
+
+
+def sampling_line(stats: Stats) -> str:
+    """Every sampling setting in force, grouped by where it comes from."""
+    origins: dict[str, str] = stats.sampling["from"]
+    groups: dict[str, list[str]] = {}
+    for name, origin in origins.items():
+        unused = name.endswith("_context_size") and not stats.sampling[name.replace("context_size", "penalty")]
+        if (value := stats.sampling[name]) is not None and not unused:
+            groups.setdefault(origin, []).append(f"{name} {value}")
+    return "sampling | " + " | ".join(f"{origin}: {', '.join(values)}" for origin, values in groups.items())
+
+
+def remarks(model: Target, drafter: DFlashDrafter | None, stats: Stats, asked_to_think: bool | None) -> list[str]:
+    """What a user should know of this pair and request, from the facts that model cards state."""
+    out = []
+    facts = None if drafter is None else drafter_facts(drafter.name)
+    if facts is not None and facts.thinking is False:
+        if asked_to_think:
+            out.append(f"warning: {facts.name} was trained without thinking; expect it to draft thinking badly")
+        elif stats.sampling.get("thinking") is False and asked_to_think is None:
+            turn_on = """--chat-template-config '{"enable_thinking": true}'"""
+            out.append(f"thinking is off: {facts.name} was trained without it; {turn_on} turns it on")
+    known = target_facts(model.name)
+    length = stats.prompt_tokens + stats.generation_tokens
+    if known is not None and known.trained_context is not None and length > known.trained_context:
+        out.append(f"warning: {length} tokens; {known.name} was trained on up to {known.trained_context}")
+    return out
 
 
 def compare(

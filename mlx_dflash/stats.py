@@ -18,8 +18,9 @@ class Stats:
     mode: 'dflash' if any round drafted, else 'plain'. timing: 'fused' (rounds timed whole; draft_time, verify_time and
     host_time are None) or 'profiled' (work evaluated between draft and verify, which slows the run).
     acceptance_lengths: tokens committed by each round that drafted. accepted_by_position: how often draft i was kept.
-    block_sizes: rows verified -> rounds, the plain ones under 1. generation_tps: tokens after the first over the time
-    after the first. ttft: from the request to the first token.
+    block_sizes: rows verified -> rounds, the plain ones under 1. redraws: rounds whose filters kept more tokens than
+    the candidates first looked at, drawn and read once more. generation_tps: tokens after the first over the time after
+    the first. ttft: from the request to the first token. sampling: every setting in force; under "from", its origin.
     """
 
     mode: str = "plain"
@@ -43,6 +44,7 @@ class Stats:
     verify_time: float | None = None
     host_time: float | None = None
     host_reads: int = 0
+    redraws: int = 0
     peak_memory: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
 
@@ -71,6 +73,10 @@ class Observer:
 
     def read(self) -> None:
         self.stats.host_reads += 1
+
+    def drawn_again(self) -> None:
+        """A round whose filters kept more than the candidates first looked at; it costs a second read."""
+        self.stats.redraws += 1
 
     def committed(self, rows: int, kept: int, accepted: int) -> None:
         """A round of `rows` rows kept `kept` tokens, of which up to `accepted` were drafts."""

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_dflash import RequestError, generate, load, load_drafter
-from mlx_dflash.accept import Sampling, count_accepted, greedy, gumbel
+from mlx_dflash.accept import Sampler, Sampling, count_accepted, greedy, gumbel
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -43,24 +42,9 @@ def test_noise_depends_on_seed_and_position_alone():
 def test_the_global_random_state_is_not_touched():
     mx.random.seed(5)
     before = [mx.array(s) for s in mx.random.state]
-    Sampling(temp=0.8, top_p=0.9, seed=1).draw(mx.random.normal((4, 30), key=mx.random.key(0)), 3).tolist()
+    logits = mx.random.normal((4, 30), key=mx.random.key(0))
+    Sampler(Sampling(temp=0.8, top_p=0.9, seed=1)).draw(logits, mx.zeros(4, mx.uint32), [], 2).tokens.tolist()
     assert all(mx.array_equal(a, b) for a, b in zip(before, mx.random.state, strict=True))
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
-@pytest.mark.parametrize("min_p", [0.0, 0.05])
-@pytest.mark.parametrize("top_k", [0, 5])
-def test_the_kept_set_is_mlx_lms(top_p, min_p, top_k):
-    logits = 3 * mx.random.normal((6, 200), key=mx.random.key(2))
-    expected = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    if top_p < 1:
-        expected = apply_top_p(expected, top_p)
-    if min_p:
-        expected = apply_min_p(expected, min_p)
-    if top_k:
-        expected = apply_top_k(expected, top_k)
-    kept = Sampling(temp=1.0, top_p=top_p, min_p=min_p, top_k=top_k, seed=0).keep(logits)
-    assert np.array_equal(np.isinf(np.array(kept)), np.isinf(np.array(expected)))
 
 
 def test_draws_follow_the_distribution():
@@ -68,7 +52,8 @@ def test_draws_follow_the_distribution():
     logits = mx.array([0.3, -1.0, 2.0, 0.0, 1.0, -0.5, 0.7, -2.0])
     probs = np.array(mx.softmax(logits / 0.7))
     n = 4000
-    draws = Sampling(temp=0.7, seed=11).draw(mx.broadcast_to(logits, (n, 8)), 0)
+    sampler = Sampler(Sampling(temp=0.7, seed=11))
+    draws = sampler.draw(mx.broadcast_to(logits, (n, 8)), mx.zeros(n, mx.uint32), [], 0).tokens
     counts = np.bincount(np.array(draws), minlength=8)
     assert ((counts - n * probs) ** 2 / (n * probs)).sum() < 24.3
 
@@ -118,6 +103,13 @@ def test_no_seed_draws_a_fresh_one_and_reports_it(pair):
         {"min_p": 2.0},
         {"seed": -1},
         {"seed": 2**32},
+        {"seed": 1.5},
+        {"temp": 1e-9},
+        {"temp": "1"},
+        {"top_k": 2.5},
+        {"top_k": True},
+        {"min_tokens_to_keep": 0},
+        {"min_tokens_to_keep": 5, "top_k": 3, "min_p": 0.1},
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_runs(pair, wrong):

@@ -80,7 +80,8 @@ def command(capfd, pair):
 def test_the_text_goes_to_stdout_and_all_else_to_stderr(command, pair):
     code, out, err = command()
     assert (code, out) == (0, pair.text + "\n")
-    names, summary = err.splitlines()
+    names, sampling, summary = err.splitlines()
+    assert sampling.startswith("sampling | default: temp 0.0, ")
     assert all(flag in names for flag in pair.flags if not flag.startswith("--"))
     assert summary.startswith("dflash | ")
     for part in ("tokens/s", "mean accepted length", "acceptance", "block sizes", f"{len(pair.tokens)} tokens, length"):
@@ -127,7 +128,7 @@ def test_verbose_false_leaves_stderr_empty(command, pair):
 def test_plain_decoding_for_want_of_a_drafter_is_said_in_one_line(command, pair):
     ended = command(base=pair.flags[:2])
     assert (ended.code, ended.out) == (0, pair.text + "\n")
-    names, summary = ended.err.splitlines()
+    names, _, summary = ended.err.splitlines()
     assert "plain decoding" in names and "no drafter is known" in names and "--draft-model" in names
     assert summary.startswith("plain | ")
 
@@ -328,7 +329,7 @@ def test_ctrl_c_ends_with_the_text_so_far_a_summary_and_code_130(endless, tmp_pa
     tokens = text.split()
     assert text.endswith("\n") and 4 < len(tokens) < 2000
     assert tokens[: len(pair.tokens)] == pair.text.split()[: len(tokens)]
-    _names, summary = err.splitlines()
+    _names, _sampling, summary = err.splitlines()
     assert summary.startswith("plain | " if plain else "dflash | ")
     assert f"{len(tokens)} tokens, interrupted" in summary
 

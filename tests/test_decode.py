@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_dflash import generate, load, load_drafter, stream_generate
-from mlx_dflash.accept import Sampling
+from mlx_dflash import RequestError, generate, load, load_drafter, stream_generate
+from mlx_dflash.accept import Sampler
 from mlx_dflash.cache import STEP
 from mlx_dflash.decode import Decoder, State
 from mlx_dflash.drafters.dflash import MAX_PENDING
@@ -96,7 +96,7 @@ def test_a_reject_forced_at_every_index(pair, prompt, plain, right):
     assert scripted.starts == [len(prompt) + i * (right + 1) for i in range(len(lengths))]
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 8, 9, 10])
+@pytest.mark.parametrize("limit", range(1, 11))  # to the block of 8 + 2; 0 is refused
 @pytest.mark.parametrize("right", [0, 3, 7])
 def test_max_tokens_is_never_exceeded(pair, prompt, plain, limit, right):
     target, tokenizer, drafter = pair
@@ -105,6 +105,26 @@ def test_max_tokens_is_never_exceeded(pair, prompt, plain, limit, right):
     assert run.tokens == plain[:limit]
     assert run.finish_reason == "length"
     assert run.stats.generation_tokens == limit == 1 + sum(run.stats.acceptance_lengths)
+
+
+def test_no_tokens_at_all_are_refused(pair, prompt):
+    with pytest.raises(RequestError, match="max_tokens must be 1 or more"):
+        generate(pair[0], pair[1], prompt, draft_model=pair[2], max_tokens=0)
+
+
+@pytest.mark.parametrize("right", [0, 1, 2, 7])
+def test_a_stop_string_across_two_blocks_ends_the_text_before_it(pair, prompt, plain, right):
+    """Over any two neighbouring tokens: of one block, or the last of one and the first of the next."""
+    target, tokenizer, drafter = pair
+    scripted = Scripted(drafter, right_up_to(plain, prompt, right))
+    words = [f"w{token}" for token in plain]
+    text = " ".join(words)
+    for i in range(0, 12):
+        stop = f"{words[i][-1]} {words[i + 1][:2]}"
+        run = generate(target, tokenizer, prompt, draft_model=scripted, block_size=8, max_tokens=LENGTH, stop=stop)
+        alone = generate(target, tokenizer, prompt, max_tokens=LENGTH, stop=stop)
+        assert run.text == alone.text == text[: text.index(stop)]
+        assert run.tokens == alone.tokens and run.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("right", [None, 0, 2, 7])
@@ -131,7 +151,7 @@ def test_prefill_chunks_change_neither_drafts_nor_tokens(pair, prompt, plain, ch
 
 def decoder_on(pair, state, width, cut=lambda tokens: None):
     target, _, drafter = pair
-    return Decoder(target, drafter, state, lambda: width, Sampling().draw, cut, Observer())
+    return Decoder(target, drafter, state, lambda: width, Sampler(), cut, Observer())
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])

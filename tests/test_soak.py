@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_dflash import load, load_drafter
-from mlx_dflash.accept import Sampling
+from mlx_dflash.accept import Sampler, Sampling
 from mlx_dflash.decode import Decoder, State
 from mlx_dflash.stats import Observer
 
@@ -69,8 +69,8 @@ class Counter(Observer):
 
 
 def run(target, drafter, state, seed, observer):
-    sampling = Sampling(temp=1.0, seed=seed)
-    decoder = Decoder(target, drafter, state, lambda: 8, sampling.draw, lambda tokens: None, observer)
+    sampler = Sampler(Sampling(temp=1.0, seed=seed))
+    decoder = Decoder(target, drafter, state, lambda: 8, sampler, lambda tokens: None, observer)
     return [e.token for e in decoder.run(CONVERSATION)]
 
 

@@ -66,6 +66,35 @@ def test_a_character_of_several_tokens_comes_out_whole_with_its_last_one(tokeniz
     assert [len(part) for part in shown if part] == [1] * (len(character) + 2)
 
 
+MIXED = (
+    "Caf\u00e9 \u4f60\u597d \u6771\u4eac \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 "
+    "na\u00efve\u0301 \U0001f1e9\U0001f1ea!"
+)
+
+
+@pytest.mark.parametrize("at", range(1, len(MIXED.encode()) + 1))
+def test_every_byte_boundary_of_a_mixed_text(tokenizer, at):
+    """As the end of a round nothing shows; as the end of the text, an incomplete character becomes replacements."""
+    data = MIXED.encode()
+    for sizes in ([at, len(data)], [at, 3, 3, len(data)]):
+        _, shown = feed(TextStream(tokenizer), data, sizes)
+        assert "".join(shown) == MIXED
+    stream = TextStream(tokenizer)
+    emitted, shown = feed(stream, data[:at], [5] * len(data))
+    whole = data[:at].decode(errors="ignore")
+    assert len(emitted) == at and stream.text.startswith(whole)
+    assert set(stream.text[len(whole) :]) <= {"\ufffd"}
+    assert bool(stream.text[len(whole) :]) == (len(whole.encode()) < at)
+
+
+def test_a_special_token_amid_the_text_shows_the_same_whatever_the_rounds(tokenizer):
+    tokens = [*b"a\xe2\x82\xac", 256, *b"b\xc3\xa9"]
+    expected = text_of(tokenizer, tokens)
+    assert expected[0].startswith("a\u20ac") and expected[0].endswith("b\u00e9")
+    for sizes in partitions(len(tokens)):
+        assert text_of(tokenizer, tokens, None, sizes) == expected
+
+
 def test_a_character_cut_off_by_the_end_is_flushed_as_a_replacement(tokenizer):
     tokens = list("a\u20ac".encode())[:-1]
     for sizes in partitions(len(tokens)):

@@ -7,6 +7,7 @@ import mlx.nn as nn
 
 from ..checkpoint import Checkpoint, hold_in_fp32, load_arrays, open_checkpoint
 from ..errors import CheckpointError, PairError
+from ..facts import name_of
 from ..targets import Target
 from .config import DrafterConfig
 from .context import DraftContext
@@ -39,7 +40,9 @@ def load_drafter_folder(folder: Path, target: Target) -> DFlashDrafter:
         hold_in_fp32(model)
     mx.eval(model.parameters())
     check_map(model, target, str(folder))
-    return DFlashDrafter(model, layout.config, target)
+    drafter = DFlashDrafter(model, layout.config, target)
+    drafter.name = name_of(folder.resolve())
+    return drafter
 
 
 def load_weights(checkpoint: Checkpoint, layout: Layout) -> DFlashModel:

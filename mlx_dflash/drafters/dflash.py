@@ -22,7 +22,8 @@ from .rope import Rope
 # Feature rows that may wait before they are projected, so that plain rounds don't pay for a drafter pass each.
 MAX_PENDING = 256
 
-Choice = Callable[[mx.array], mx.array]  # logits (n, tokens) -> index of the token chosen in every row (n,)
+# (scores (n, m), slot of the first row, target id of every column (m,) or (n, m), None: its index) -> indices (n,)
+Choice = Callable[..., mx.array]
 
 
 class Attention(nn.Module):
@@ -135,8 +136,10 @@ class DFlashModel(nn.Module):
 
     def choose(self, anchor: mx.array, hidden: mx.array, logits: mx.array, draw: Choice) -> mx.array:
         """Draft ids (n,), in the target's vocabulary, from normed states (n, hidden) and their logits (n, tokens)."""
-        ids = draw(logits)
-        return ids + self.d2t[ids] if "d2t" in self else ids
+        if "d2t" not in self:
+            return draw(logits)
+        names = mx.arange(self.d2t.size) + self.d2t  # the target's id of every column
+        return names[draw(logits, 0, names)]
 
 
 class DFlashDrafter:
@@ -146,6 +149,7 @@ class DFlashDrafter:
         self.model = model
         self.config = config
         self.target = target
+        self.name = ""  # what the folder is called, by which model cards are known
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -186,7 +190,7 @@ class DFlashDrafter:
     def draft(self, anchor: mx.array, rows: int, context: DraftContext, draw: Choice) -> tuple[mx.array, mx.array]:
         """Draft ids (rows - 1,) in the target's vocabulary, and the logits (1, rows - 1, tokens) behind them.
 
-        draw: chooses from logits (n, tokens) -> (n,). Pending features move into the context, noise rows do not.
+        draw: chooses a column of every row. Pending features move into the context, noise rows do not.
         """
         hidden = self.hidden(anchor, rows, context)
         logits = self.head(hidden)

@@ -81,9 +81,9 @@ class CandidateSelector(nn.Module):
         alone = mx.take_along_axis(logits, candidates, axis=-1)[:, None]  # (n, 1, k)
         first = self.predecessor_codebook[anchor][None] @ successors[:1].swapaxes(1, 2) + alone[:1]  # (1, 1, k)
         pairs = self.predecessor_codebook[candidates[:-1]] @ successors[1:].swapaxes(1, 2) + alone[1:]  # (n - 1, k, k)
-        chosen = [draw(first[0])]  # each (1,), an index among the slot's candidates
+        chosen = [draw(first[0], 0, candidates[:1])]  # each (1,), an index among the slot's candidates
         for slot in range(1, count):
-            chosen.append(draw(pairs[slot - 1][chosen[-1]]))
+            chosen.append(draw(pairs[slot - 1][chosen[-1]], slot, candidates[slot : slot + 1]))
         return mx.take_along_axis(candidates, mx.stack(chosen), axis=-1)[:, 0]
 
 

@@ -11,6 +11,7 @@ from mlx_lm.utils import load_model
 
 from ..checkpoint import Checkpoint, hold_in_fp32, open_checkpoint, read_json
 from ..errors import CheckpointError, UnsupportedError
+from ..facts import name_of
 from .base import Target
 from .config import normalise
 from .dense import Dense
@@ -41,8 +42,8 @@ def load_target(folder: Path) -> tuple[Target, TokenizerWrapper]:
     except (CheckpointError, UnsupportedError) as e:
         raise type(e)(f"{folder}: {e}") from e
     classes = {"get_model_classes": family.model_classes} if family.model_classes else {}
-    if (path := folder / "generation_config.json").exists():
-        read_json(path)
+    path = folder / "generation_config.json"
+    generation_config = read_json(path) if path.exists() else {}
     try:
         model, _ = load_model(folder, lazy=True, model_config=copy.deepcopy(config), **classes)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as e:
@@ -53,6 +54,7 @@ def load_target(folder: Path) -> tuple[Target, TokenizerWrapper]:
         hold_in_fp32(model)
     target = family(model, config)
     target.folder = folder
+    target.name, target.generation_config = name_of(folder.resolve()), generation_config
     mx.eval(model.parameters(), private_arrays(model))
     return target, tokenizer_of(checkpoint)
 

@@ -36,6 +36,8 @@ class Target(ABC):
     def __init__(self, model: nn.Module, config: dict[str, Any]):
         self.model: Any = model
         self.config = config
+        self.name = ""  # what the folder is called, by which model cards are known
+        self.generation_config: dict[str, Any] = {}
 
     @classmethod
     def prepare(cls, config: dict[str, Any]) -> dict[str, Any]:
