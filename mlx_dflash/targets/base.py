@@ -7,6 +7,7 @@ differently.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -28,6 +29,9 @@ class Target(ABC):
 
     # Why keys and values can't be quantized, where they can't.
     kv_bits_refusal: str | None = None
+
+    name: str = ""  # what it was asked for by, and where it was found; set by `mlx_dflash.load`
+    folder: Path | None = None
 
     def __init__(self, model: nn.Module, config: dict[str, Any]):
         self.model: Any = model
