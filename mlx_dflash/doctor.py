@@ -48,8 +48,6 @@ def examine() -> list[Finding]:
 
 def python_found() -> Finding:
     found = f"{platform.python_version()} on {platform.platform()}, mlx_dflash {__version__}"
-    if sys.version_info < (3, 11):
-        return Finding("python", BAD, found, "use Python 3.11 or newer")
     if sys.platform == "darwin" and platform.machine() != "arm64":
         return Finding("python", BAD, f"{found}, an Intel build", "install an arm64 Python; MLX needs Apple silicon")
     return Finding("python", GOOD, found)
@@ -63,9 +61,9 @@ def package(name: str) -> Finding:
         return Finding(name, BAD, "not installed", "python -m pip install --upgrade mlx-dflash")
     for wanted in requires("mlx-dflash") or []:
         if re.match(rf"{name}(\[.*\])?(?=[<>=;]|$)", wanted.replace(" ", "")):
-            bounds = re.findall(r"(>=|<)([\d.]+)", wanted.partition(";")[0])
+            bounds = sorted(re.findall(r"(>=|<)([\d.]+)", wanted.partition(";")[0]), reverse=True)
             if not all(within(found, sign, bound) for sign, bound in bounds):
-                text = "".join(f"{sign}{bound}" for sign, bound in bounds)
+                text = ",".join(f"{sign}{bound}" for sign, bound in bounds)
                 return Finding(name, BAD, f"{found}, needs {text}", f"python -m pip install '{name}{text}'")
     return Finding(name, GOOD, found)
 

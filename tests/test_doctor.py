@@ -50,7 +50,7 @@ def broken(monkeypatch, tmp_path, what):
 @pytest.mark.parametrize(
     "what, said, remedy",
     [
-        ("mlx-lm", "0.33.1, needs >=0.32.0<0.33", "pip install 'mlx-lm"),
+        ("mlx-lm", "0.33.1, needs >=0.32.0,<0.33", "pip install 'mlx-lm>=0.32.0,<0.33'"),
         ("device", "multiplies wrongly", "reinstall mlx"),
         ("own cache", "is incomplete", "mlx_dflash.cache clear"),
         ("hub cache", "a link to a missing file", "run again"),
@@ -64,7 +64,7 @@ def test_what_is_broken_is_named_with_the_remedy(monkeypatch, places, capsys, wh
     assert stop.value.code == 1
     finding = found(what)
     assert finding.status == "WRONG" and remedy in finding.remedy
-    assert said.replace(",", "") in finding.found.replace(",", "")
+    assert said in finding.found
     assert f"WRONG  {what}" in capsys.readouterr().out
 
 
