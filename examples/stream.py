@@ -1,4 +1,4 @@
-"""Text as it comes, and what drafting brought: `python examples/stream.py [MODEL [DRAFTER]]`, by default the demo pair."""
+"""Text as it comes, and what drafting brought: `python examples/stream.py [MODEL [DRAFTER]]`; else the demo."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""API pages from docstrings: `python -m tests.api_pages` writes docs/api.md; tests/test_docs.py fails if it is stale."""
+"""API pages from docstrings: `python -m tests.api_pages` writes docs/api.md."""
 
 import dataclasses
 import importlib
