@@ -51,11 +51,18 @@ def entry(name: str, thing: Any) -> str:
     elif inspect.isclass(thing):
         signature = f"class {name}({thing.__base__.__name__})"
     else:
-        parameters = [str(p).replace("mlx_dflash.", "") for p in inspect.signature(thing).parameters.values()]
+        parameters = [written(p) for p in inspect.signature(thing).parameters.values()]
         signature = f"{name}({', '.join(parameters)})"
         if len(signature) > 100:
             signature = f"{name}(\n    " + ",\n    ".join(parameters) + ",\n)"
     return f"\n### {name}\n\n```python\n{signature}\n```\n\n{inspect.cleandoc(thing.__doc__ or '')}\n"
+
+
+def written(parameter: inspect.Parameter) -> str:
+    """As in the source, but for a default that is a function, whose address differs from run to run."""
+    if callable(parameter.default) and parameter.default is not parameter.empty:
+        parameter = parameter.replace(default=...)
+    return str(parameter).replace("mlx_dflash.", "").replace("Ellipsis", "...")
 
 
 def text_of(annotation: Any) -> str:
