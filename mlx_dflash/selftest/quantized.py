@@ -18,7 +18,7 @@ class UnpackedKV(FullKV):
 
     def __init__(self, bits: int, group_size: int) -> None:
         super().__init__()
-        self.how = {"bits": bits, "group_size": group_size}
+        self.how: dict[str, Any] = {"bits": bits, "group_size": group_size}
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return super().update_and_fetch(self.rounded(keys), self.rounded(values))
