@@ -107,8 +107,8 @@ def test_a_tap_one_layer_off_fails(monkeypatch):
 @pytest.mark.parametrize("kernel", ["scaled_dot_product_attention", "rms_norm", "rope"])
 def test_a_kernel_with_a_wrong_result_fails(monkeypatch, kernel):
     real = getattr(mx.fast, kernel)
-    monkeypatch.setattr(mx.fast, kernel, lambda *a, **k: real(*a, **k) * 1.01)
-    assert any("taps are off" in problem for problem in pairs.check_family("gemma4").problems)
+    monkeypatch.setattr(mx.fast, kernel, lambda *a, **k: real(*a, **k) + 1)
+    assert any("taps are off" in problem for problem in pairs.check_family("llama").problems)
 
 
 def test_a_gated_delta_kernel_with_a_wrong_state_fails(monkeypatch):
