@@ -13,15 +13,15 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from . import hub
+from . import hub, memory, registry
 from .decode import Decoder, State
-from .drafters import DFlashDrafter, load_drafter_folder
+from .drafters import DFlashDrafter, evaluate_drafter, open_drafter
 from .errors import RequestError
 from .facts import decide_thinking, has_thinking_switch
 from .processors import LogitsProcessor, is_whole
 from .settings import refuse_option, resolve
 from .stats import Observer, Profiler, Stats
-from .targets import Target, load_target
+from .targets import Target, evaluate, open_target
 from .text import TextStream, encode_prompt
 from .width import make_width
 
@@ -70,20 +70,45 @@ class GenerationResult:
     top_logprobs: list[list[tuple[int, float]]] | None = field(default=None, repr=False)
 
 
-def load(path_or_name: str | Path = "demo") -> tuple[Target, TokenizerWrapper]:
+def load(path_or_name: str | Path = "demo", revision: str | None = None) -> tuple[Target, TokenizerWrapper]:
     """Load a target: a local folder, a Hugging Face name, or "demo" (SmolLM2-135M-Instruct).
 
-    Raises CheckpointError (missing, cut or wrong files), UnsupportedError (another model family).
+    revision: branch, tag or commit of a Hugging Face name; None: what the cache has, else the newest. Raises
+    CheckpointError (missing, cut or wrong files), UnsupportedError (another model family).
     """
-    return load_target(hub.target_folder(str(path_or_name)))
+    folder = hub.target_folder(str(path_or_name), revision)
+    target = open_target(folder)
+    target.asked_for = str(path_or_name)
+    memory.warn(memory.estimate(target), str(path_or_name))
+    return target, evaluate(target, folder)
 
 
-def load_drafter(path_or_name: str | Path, model: Target) -> DFlashDrafter:
-    """Load a drafter, a local folder, a Hugging Face name or "demo", and bind it to `model`.
+def load_drafter(path_or_name: str | Path, model: Target, revision: str | None = None) -> DFlashDrafter:
+    """Load a drafter, a local folder, a Hugging Face name, "demo" or "auto", and bind it to `model`.
 
-    Raises CheckpointError, UnsupportedError, or PairError where it does not fit the target.
+    "auto" is the drafter that the registry knows for the target that `load` loaded, at its pinned revision. Raises
+    CheckpointError, UnsupportedError, RequestError where "auto" finds none, or PairError where it does not fit.
     """
-    return load_drafter_folder(hub.drafter_folder(str(path_or_name)), model)
+    folder = drafter_folder(path_or_name, model, revision)
+    drafter = open_drafter(folder, model)
+    memory.warn(memory.estimate(model, drafter), f"{model.asked_for or 'this model'} with {path_or_name}")
+    return evaluate_drafter(drafter, str(folder))
+
+
+def drafter_folder(path_or_name: str | Path, model: Target, revision: str | None = None) -> Path:
+    """The local folder of a drafter for an opened target, as `load_drafter` finds it."""
+    if path_or_name != "auto":
+        return hub.drafter_folder(str(path_or_name), revision)
+    if model.asked_for == "demo":
+        return hub.drafter_folder("demo")
+    pair = registry.pair_of(model.asked_for, model.folder)
+    if pair is None:
+        raise RequestError(
+            f"no drafter is known for {model.asked_for or 'this model'}; give its folder or hub name with --draft-model"
+        )
+    folder = hub.drafter_folder(pair.drafter, revision or pair.revision)
+    registry.check_drafter(pair, folder)
+    return folder
 
 
 def stream_generate(

@@ -6,29 +6,34 @@ can mend, 130 after Ctrl-C.
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from . import __version__
+from . import __version__, memory, registry
 from .api import (
     GenerationResponse,
     GenerationResult,
     check_kv_quantization,
     collect,
+    drafter_folder,
     load,
     load_drafter,
     stream_generate,
     thinking_option,
 )
-from .drafters import DFlashDrafter
+from .download import find_cached, size_text
+from .drafters import DFlashDrafter, open_drafter
 from .errors import DFlashError, RequestError, UnsupportedError
 from .facts import decide_thinking, has_thinking_switch
+from .hub import target_folder
 from .report import compare, comparison, remarks, sampling_line, summary
 from .sampling_flags import add_sampling_flags, wanted_sampling
-from .targets import Target
+from .targets import Target, open_target
 from .text import apply_template, encode_prompt
 
 DEFAULT_PROMPT = "hello"  # mlx-lm's
@@ -57,8 +62,20 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def truth(value: str) -> bool:
-    return value.lower() not in ("false", "f", "0", "no")
+def verbosity(value: str) -> str:
+    """The log level of a --verbose value, '' where only text is to be printed. True and False are mlx-lm's."""
+    if value.lower() in ("false", "f", "0", "no"):
+        return ""
+    return value.lower() if value.lower() in ("info", "debug") else "warning"
+
+
+def log_to_stderr(level: str) -> None:
+    """This package's log messages to stderr, from `level` on; '' leaves errors only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger = logging.getLogger("mlx_dflash")
+    logger.handlers[:] = [handler]
+    logger.setLevel((level or "error").upper())
 
 
 def rows(value: str) -> int | str:
@@ -75,6 +92,9 @@ def build_parser() -> Parser:
         help="model folder or Hugging Face name (default: the demo pair)",
     )
     add("--draft-model", default=None, help="drafter folder or Hugging Face name (default: the model's known one)")
+    add("--revision", default=None, help="branch, tag or commit of --model on the hub (default: what is cached)")
+    add("--draft-revision", default=None, help="the same of --draft-model")
+    add("--memory", action="store_true", help="print the memory that the pair needs, and load nothing")
     add("--block-size", type=rows, default=None, metavar="N|auto", help="rows verified a round, anchor included")
     add("--num-draft-tokens", type=int, default=None, metavar="N", help="the same as --block-size N+1")
     add("--plain", action="store_true", help="decode without a drafter")
@@ -95,7 +115,13 @@ def build_parser() -> Parser:
     add("--kv-group-size", type=int, default=None, metavar="64|32", help="values a scale (default: what fits)")
     add("--quantized-kv-start", type=int, default=0, help=argparse.SUPPRESS)
     add("--profile", action="store_true", help="time drafting and verifying apart (slower)")
-    add("--verbose", type=truth, default=True, metavar="True|False", help="False prints the text only")
+    add(
+        "--verbose",
+        type=verbosity,
+        default="warning",
+        metavar="True|False|info|debug",
+        help="False prints the text only; info and debug also what is loaded from where",
+    )
     for name in REFUSED:
         short = ["-qa"] if name == "quantize-activations" else []
         add(f"--{name}", *short, nargs="*", default=None, help=argparse.SUPPRESS)
@@ -104,6 +130,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
+    log_to_stderr(args.verbose)
     try:
         code = run(args)
     except DFlashError as e:
@@ -132,7 +159,9 @@ def run(args: argparse.Namespace) -> int:
     extra = template_config(args.chat_template_config)
     prompt = read_prompt(args.prompt)
 
-    model, tokenizer = load(args.model or "demo")
+    if args.memory:
+        return show_memory(args)
+    model, tokenizer = load(args.model or "demo", args.revision)
     drafter, pair = choose_drafter(args, model)
     for token in args.extra_eos_token:
         add_eos_token(tokenizer, token)
@@ -189,6 +218,34 @@ def run(args: argparse.Namespace) -> int:
     return 130 if interrupt.pressed else 0
 
 
+def show_memory(args: argparse.Namespace) -> int:
+    """--memory: what the pair needs, from headers or, of a pair that is not downloaded, from the registry."""
+    name, context = args.model or "demo", max(args.max_tokens, memory.USUAL_CONTEXT)
+    pair = registry.pair_of(name)
+    if pair is not None and not Path(name).is_dir() and find_cached(name, args.revision)[0] is None:
+        print(f"{pair.target} at 4 bits + {pair.drafter}, not downloaded: from the registry")
+        found = memory.of_pair(pair, context)
+    else:
+        folder = target_folder(name, args.revision)
+        target = open_target(folder)
+        target.asked_for = name
+        known = name == "demo" or registry.pair_of(name, folder) is not None
+        wanted = None if args.plain else args.draft_model or ("auto" if known else None)
+        drafter = None if wanted is None else open_drafter(drafter_folder(wanted, target, args.draft_revision), target)
+        found = memory.estimate(target, drafter, context, args.prefill_step_size, args.kv_bits, args.kv_group_size)
+    print("\n".join(found.lines()))
+    return 0
+
+
+def recommendation() -> str:
+    """What to run instead of the demo on this machine."""
+    best = memory.best_pair(registry.pairs())
+    if best is None:
+        return "; no published pair fits this machine (python -m mlx_dflash.models)"
+    size = size_text(memory.download_bytes(best))
+    return f"; the best real pair for this machine: {best.example} ({size}; python -m mlx_dflash.models)"
+
+
 def wanted_rows(args: argparse.Namespace) -> int | str:
     """The block size that the flags ask for, after refusing contradictions."""
     if args.plain and (args.draft_model or args.num_draft_tokens or args.block_size not in (None, 1)):
@@ -233,14 +290,16 @@ def choose_drafter(args: argparse.Namespace, model: Target) -> tuple[DFlashDraft
         return None, f"{name}, no drafter (--plain)"
     wanted = args.draft_model
     if wanted in (None, "auto") and args.model in (None, "demo"):
-        wanted = "demo"
+        return load_drafter("demo", model), f"{name} + drafter demo{recommendation()}"
+    if wanted in (None, "auto") and (known := registry.pair_of(args.model, model.folder)) is not None:
+        return load_drafter("auto", model, args.draft_revision), f"{name} + drafter {known.drafter}"
     if wanted == "auto":
         raise RequestError(f"no drafter is known for {name}; give its folder or hub name with --draft-model")
     if wanted is None:
         if args.num_draft_tokens or args.block_size not in (None, 1, "auto"):
             raise RequestError(f"no drafter is known for {name}; give its folder or hub name with --draft-model")
         return None, f"{name}, plain decoding: no drafter is known for it; give one with --draft-model"
-    return load_drafter(wanted, model), f"{name} + drafter {wanted}"
+    return load_drafter(wanted, model, args.draft_revision), f"{name} + drafter {wanted}"
 
 
 def add_eos_token(tokenizer: Any, token: str) -> None:

