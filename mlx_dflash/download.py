@@ -27,10 +27,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
 from huggingface_hub.file_download import http_get, repo_folder_name
-from huggingface_hub.utils import (
-    build_hf_headers,  # type: ignore[attr-defined]
-    filter_repo_objects,  # type: ignore[attr-defined]
-)
+from huggingface_hub.utils import build_hf_headers, filter_repo_objects  # type: ignore[attr-defined]
 
 from .checkpoint import open_checkpoint
 from .errors import CheckpointError, DFlashError
