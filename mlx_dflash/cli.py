@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from . import __version__
+from . import __version__, hub
 from .accept import Sampling
 from .api import (
     GenerationResponse,
@@ -24,6 +24,7 @@ from .api import (
 )
 from .drafters import DFlashDrafter
 from .errors import DFlashError, RequestError, UnsupportedError
+from .pair import is_pair
 from .report import compare, comparison, summary
 from .targets import Target
 from .text import apply_template, encode_prompt
@@ -224,6 +225,8 @@ def choose_drafter(args: argparse.Namespace, model: Target) -> tuple[DFlashDraft
     wanted = args.draft_model
     if wanted in (None, "auto") and args.model in (None, "demo"):
         wanted = "demo"
+    if wanted in (None, "auto") and is_pair(hub.model_folder(name)):
+        wanted = name
     if wanted == "auto":
         raise RequestError(f"no drafter is known for {name}; give its folder or hub name with --draft-model")
     if wanted is None:

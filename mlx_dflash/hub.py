@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
 
+from . import pair
 from .convert.gguf import convert_gguf
 from .errors import CheckpointError
 
@@ -35,15 +36,15 @@ def say(message: str) -> None:
 
 
 def target_folder(name: str) -> Path:
-    """The local folder of a target; raises CheckpointError if there is none and none can be had."""
-    return demo_target_folder() if name == DEMO else model_folder(name)
+    """The local folder of a target, a pair's own half; CheckpointError if there is none and none can be had."""
+    return demo_target_folder() if name == DEMO else pair.part(model_folder(name), pair.TARGET)
 
 
 def drafter_folder(name: str) -> Path:
-    """The local folder of a drafter; the demo's comes with the package."""
+    """The local folder of a drafter, a pair's own half; the demo's comes with the package."""
     if name == DEMO:
         return Path(str(resources.files("mlx_dflash") / "data" / "demo_drafter"))
-    return model_folder(name)
+    return pair.part(model_folder(name), pair.DRAFT)
 
 
 def model_folder(name: str) -> Path:
