@@ -165,7 +165,7 @@ def write_model(kind: str, plan: Plan, folder: Path, source: Source, request: Re
     say(f"{kind} {source.name}: {facts[0] / 1e6:.1f} M parameters, {size(plan.bytes)}, {facts[1]:.2f} bits a weight")
     tell(plan)
     hashes = write_weights(folder, plan.weights)
-    write_json(folder / "config.json", dict(sorted(plan.config.items())))
+    write_json(folder / "config.json", plan.config, sort=True)
     return {
         "kind": kind,
         "mlx_dflash": __version__,

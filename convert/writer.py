@@ -198,5 +198,5 @@ def put(f: BinaryIO, digest: Any, data: Any) -> None:
     digest.update(data)
 
 
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+def write_json(path: Path, value: Any, sort: bool = False) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1, sort_keys=sort) + "\n", encoding="utf-8")
