@@ -84,7 +84,9 @@ def main() -> None:
         size, largest = write_checkpoint(source, args.gigabytes)
         begun = time.monotonic()
         arguments = ["target", "--hf-path", str(source), "--mlx-path", str(out), "-q"]
-        done = subprocess.run([sys.executable, "-c", CONVERT, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", CONVERT, *arguments], stdout=subprocess.PIPE, text=True, check=True
+        )
         seconds = time.monotonic() - begun
         peaks = next(line for line in done.stdout.splitlines() if line.startswith("PEAK"))
         unit = 1 if sys.platform == "darwin" else 1024

@@ -45,7 +45,9 @@ def decode(config: dict[str, Any], tensors: Tensors, where: str) -> Decoded:
     how = config.get("quantization_config") or text.get("quantization_config")
     if "quantization" in config or not how:
         if "quantization" not in config and (fp8 := [n for n, v in tensors.items() if is_fp8(n, v)]):
-            raise UnsupportedError(f"{where}: {fp8[0]} is fp8, but config.json has no quantization_config that says how")
+            raise UnsupportedError(
+                f"{where}: {fp8[0]} is fp8, but config.json has no quantization_config that says how"
+            )
         return Decoded(dict(tensors))
     method, layout = how.get("quant_method"), how.get("format")
     dtype = float_type({**text, **config})
@@ -158,7 +160,9 @@ def integer_bits(how: dict[str, Any], where: str) -> int:
 def packed_fp4(tensors: Tensors, layout: str, dtype: Any, where: str) -> Decoded:
     """mxfp4 is MLX's own. nvfp4 has one more scale for each tensor, which MLX's linear layers have no place for."""
     micro = layout == "mxfp4-pack-quantized"
-    packed, second = (".weight", ".weight_scale_2") if layout == "modelopt" else (".weight_packed", ".weight_global_scale")
+    packed, second = (
+        (".weight", ".weight_scale_2") if layout == "modelopt" else (".weight_packed", ".weight_global_scale")
+    )
     tensors, dropped = set_aside(tensors)
     out: Tensors = {}
     count, used = 0, set()

@@ -117,7 +117,9 @@ def drafter_config(file: GgufFile, unpacked: Unpacked) -> dict[str, Any]:
     if (window := own("attention.sliding_window")) is not None:
         config |= {"sliding_window": int(window), "use_sliding_window": True}
     if (kind := own("rope.scaling.type", "none")) != "none":
-        raise UnsupportedError(f"{file.path} has RoPE scaling {kind!r} of which it says too little; give another release")
+        raise UnsupportedError(
+            f"{file.path} has RoPE scaling {kind!r} of which it says too little; give another release"
+        )
     config |= {key: int(own(key)) for key in GEOMETRY if own(key) is not None}
     config |= {key: shortest(own(key)) for key in SCALES if own(key) is not None}
     causal = own("attention.causal")

@@ -51,7 +51,9 @@ class GgufFile:
             problem = " ".join(str(e).split())[:120]
             raise CheckpointError(f"{path} is cut or no GGUF file ({problem}); download it again") from e
         if max(ends, default=0) > path.stat().st_size:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {max(ends)} are promised; download it again")
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes, {max(ends)} are promised; download it again"
+            )
         self.path = path
         self.architecture: str = self.get("general.architecture", "")
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}

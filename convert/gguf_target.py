@@ -46,7 +46,7 @@ def unpack_target(source: Source, scratch: Path) -> Unpacked:
         raise UnsupportedError(f"{source.path} is a vision tower (mmproj); give the text model's .gguf file")
     if arch not in LAYERS:
         raise UnsupportedError(
-            f"{source.path} has GGUF architecture {arch!r}; known are {', '.join(LAYERS)}: give the Hugging Face release"
+            f"{source.path} has GGUF architecture {arch!r}; known are {', '.join(LAYERS)}; give another release"
         )
     source.hashes = hash_files([source.path])
     scratch.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def write_tensors(
         write_weights(folder, tensors, shard_bytes=2**62, stem=f"model-{number:05d}")
     for kind, count in kinds.items():
         unpacked.notes.append(
-            f"{count} {kind} tensors are decoded and packed anew as affine 8-bit, groups of 32: MLX does not hold {kind}"
+            f"{count} {kind} tensors are decoded and packed anew as affine 8-bit, groups of 32; MLX has no {kind}"
         )
     if len(kinds) == 0:
         unpacked.notes.append("every GGUF block is held exactly")
@@ -237,7 +237,10 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     if (file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")) == ("gpt2", "smollm"):
         fields = {k: file.get(f"tokenizer.ggml.{k}") for k in ("model", "pre", "tokens", "merges")}
         fields["token_type"] = np.array(file.need("tokenizer.ggml.token_type"))
-        write_json(folder / "tokenizer.json", convert_tokenizer(Metadata({f"tokenizer.ggml.{k}": v for k, v in fields.items()})))
+        write_json(
+            folder / "tokenizer.json",
+            convert_tokenizer(Metadata({f"tokenizer.ggml.{k}": v for k, v in fields.items()})),
+        )
     else:
         build_tokenizer(file).save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -262,6 +265,6 @@ def build_tokenizer(file: GgufFile) -> Any:
     except (ImportError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as e:
         kind = (file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre"))
         raise UnsupportedError(
-            f"{file.path} has the tokenizer {kind}, which transformers can't rebuild ({' '.join(str(e).split())[:120]}); "
-            "give the Hugging Face release"
+            f"{file.path} has the tokenizer {kind}, which transformers can't rebuild ("
+            f"{' '.join(str(e).split())[:120]}); give the Hugging Face release"
         ) from e

@@ -178,4 +178,5 @@ def add_sizes(halves: dict[str, dict[str, Any]]) -> str:
 
 
 def one_line_of(facts: dict[str, Any]) -> str:
-    return f"{facts['kind']}; {facts['parameters'] / 1e6:.1f} M parameters, {facts['bits per weight']} bits, {facts['memory']}"
+    count = f"{facts['parameters'] / 1e6:.1f} M parameters"
+    return f"{facts['kind']}; {count}, {facts['bits per weight']} bits, {facts['memory']}"

@@ -202,6 +202,7 @@ def record_quantization(plan: Plan, recipe: Recipe | None) -> None:
 
 def check_names(wanted: set[str], found: set[str], where: str) -> None:
     """Every tensor used, none missing. Names of packed parts count as their weight's."""
+
     def unpacked(names: set[str]) -> set[str]:
         return {n.rpartition(".")[0] + ".weight" if n.endswith((".scales", ".biases")) else n for n in names}
 

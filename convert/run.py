@@ -204,7 +204,9 @@ def grouped(reasons: dict[str, str]) -> dict[str, list[str]]:
 
 
 def listed(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more ({RECORD} names all)" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f" and {len(names) - most} more ({RECORD} names all)" if len(names) > most else ""
+    )
 
 
 def copy_texts(source: Path, folder: Path, code: bool) -> None:

@@ -61,7 +61,8 @@ class Port:
             out: Tensors = model.sanitize(dict(tensors))
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as e:
             raise CheckpointError(
-                f"{self.checkpoint.folder} does not load as {self.config['model_type']}: {one_line(e)}; download it again"
+                f"{self.checkpoint.folder} does not load as {self.config['model_type']}: {one_line(e)}; download it "
+                "again"
             ) from e
         lost = sum(before.values()) - sum(value.nbytes for value in out.values())
         if lost:

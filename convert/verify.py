@@ -19,17 +19,18 @@ from .drafter import DrafterPort
 from .target import Port
 
 TEXTS = (
-    "The dinosaurs died out about 66 million years ago, when an asteroid roughly ten kilometres wide struck what is now "
-    "Mexico. Dust and soot darkened the sky for months, plants stopped growing, and the animals that fed on them starved.",
-    "def reverse(text: str) -> str:\n    \"\"\"Return the text backwards.\"\"\"\n    out = []\n    for character in text:\n"
-    "        out.insert(0, character)\n    return \"\".join(out)\n",
-    "A train leaves at 9:40 and travels 210 km at 84 km/h. The journey takes 210 / 84 = 2.5 hours, so it arrives at 12:10."
-    " If it were 10 km/h faster, it would need about 2 hours and 14 minutes.",
-    "User: Write a short thank-you note to a colleague.\nAssistant: Dear Maria, thank you for staying late on Thursday to "
-    "help me finish the report. It made all the difference, and I owe you a coffee.",
-    "Der Zug hat heute zwanzig Minuten Verspätung. Quand le vent se lève, la mer devient grise. Mañana iremos al mercado "
-    "a comprar pan, queso y aceitunas.",
-    '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "works": [{"title": "Notes", "year": 1843}]}',
+    "The dinosaurs died out about 66 million years ago, when an asteroid roughly ten kilometres wide struck what is "
+    "now Mexico. Dust and soot darkened the sky for months, plants stopped growing, and animals that fed on them "
+    "starved.",
+    'def reverse(text: str) -> str:\n    """Return the text backwards."""\n    out = []\n    for character in text:\n'
+    '        out.insert(0, character)\n    return "".join(out)\n',
+    "A train leaves at 9:40 and travels 210 km at 84 km/h. The journey takes 210 / 84 = 2.5 hours, so it arrives at "
+    "12:10. If it were 10 km/h faster, it would need about 2 hours and 14 minutes.",
+    "User: Write a short thank-you note to a colleague.\nAssistant: Dear Maria, thank you for staying late on Thursday "
+    "to help me finish the report. It made all the difference, and I owe you a coffee.",
+    "Der Zug hat heute zwanzig Minuten Verspätung. Quand le vent se lève, la mer devient grise. Mañana iremos al "
+    "mercado a comprar pan, queso y aceitunas.",
+    '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "work": {"title": "Notes", "year": 1843}}',
 )
 LEAST_TOKENS = 8
 DRAFT_TOKENS = 48  # generated a prompt when acceptance is measured

@@ -7,16 +7,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model
-
-from mlx_dflash import generate, load, load_drafter
-from mlx_dflash.checkpoint import hold_in_fp32
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.recipe import make_recipe
 from mlx_dflash.convert.run import Request, convert_drafter, convert_target
-from mlx_dflash.errors import RequestError, UnsupportedError
-
+from mlx_lm.utils import load_model
 from tiny import GOLDEN, command_line, copy_folder, draft_folder, target_folder
+
+from mlx_dflash import generate, load, load_drafter
+from mlx_dflash.checkpoint import hold_in_fp32
+from mlx_dflash.errors import RequestError, UnsupportedError
 
 FAMILIES = sorted(p.name for p in GOLDEN.iterdir() if (p / "golden.npz").exists())
 # mlx-lm 0.32 ignores `truncate: false` and `attention_factor` of YaRN, whatever config.json says.
@@ -165,7 +164,16 @@ def test_what_is_left_out_is_named_with_the_reason(tmp_path, capsys):
 
 
 def pair_arguments(folder, *more):
-    return ["pair", "--hf-path", str(target_folder()), "--draft-model", str(draft_folder()), "--mlx-path", str(folder), *more]
+    return [
+        "pair",
+        "--hf-path",
+        str(target_folder()),
+        "--draft-model",
+        str(draft_folder()),
+        "--mlx-path",
+        str(folder),
+        *more,
+    ]
 
 
 def main(arguments):

@@ -9,13 +9,13 @@ import sys
 
 import mlx.core as mx
 import pytest
-from tiny import REMOVE, copy_folder, draft_folder, edit_json, target_folder
-
-from mlx_dflash import load
 from mlx_dflash.convert import writer
 from mlx_dflash.convert.cli import main
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.run import Request, convert_target
+from tiny import REMOVE, copy_folder, draft_folder, edit_json, target_folder
+
+from mlx_dflash import load
 
 
 def run(*arguments):
@@ -42,7 +42,9 @@ def without(name):
 
 def test_an_unknown_tensor(tmp_path, capsys):
     source = edited(tmp_path, tensors=lambda w: w | {"model.layers.0.self_attn.extra.weight": mx.zeros((2, 2))})
-    assert "self_attn.extra.weight, which has no place" in refused(capsys, tmp_path / "out", "target", "--hf-path", source)
+    assert "self_attn.extra.weight, which has no place" in refused(
+        capsys, tmp_path / "out", "target", "--hf-path", source
+    )
 
 
 def test_a_missing_tensor(tmp_path, capsys):
@@ -206,7 +208,9 @@ def test_unknown_quantization_is_refused_by_name(tmp_path, capsys):
 
 
 def test_flags_that_mean_nothing_alone(tmp_path, capsys):
-    assert "need --quantize" in refused(capsys, tmp_path / "out", "target", "--hf-path", target_folder(), "--q-bits", "8")
+    assert "need --quantize" in refused(
+        capsys, tmp_path / "out", "target", "--hf-path", target_folder(), "--q-bits", "8"
+    )
     both = ("target", "--hf-path", target_folder(), "-q", "-d")
     assert "contradict" in refused(capsys, tmp_path / "out", *both)
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny import byte_characters, draft_folder, target_folder, write_gguf
-
-from mlx_dflash import CheckpointError, UnsupportedError, generate, load, load_drafter
 from mlx_dflash.convert.gguf import convert_gguf
 from mlx_dflash.convert.gguf_file import EXACT, unpack_tensor
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.run import Request, convert_drafter, convert_target
+from tiny import byte_characters, draft_folder, target_folder, write_gguf
+
+from mlx_dflash import CheckpointError, UnsupportedError, generate, load, load_drafter
 from mlx_dflash.drafters.formats import read_layout
 
 gguf = pytest.importorskip("gguf")
@@ -25,7 +25,9 @@ def raw_blocks(kind, rows=6, width=512):
     rng = np.random.default_rng(0)
     count, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (rows * width // count, size), dtype=np.uint8)
-    halves = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q3_K": [108]}.get(kind.name, [0])
+    halves = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q3_K": [108]}.get(
+        kind.name, [0]
+    )
     for at in halves:
         blocks[:, at : at + 2] = (rng.random((len(blocks), 1)) * 0.02).astype("<f2").view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -89,7 +91,9 @@ def write_target(path, family, arch, kind=None):
     w.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
     if arch == "muse-glimmer":
         w.add_sliding_window(config["sliding_window"])
-        w.add_array("muse-glimmer.attention.sliding_window_pattern", [k == "sliding_attention" for k in config["layer_types"]])
+        w.add_array(
+            "muse-glimmer.attention.sliding_window_pattern", [k == "sliding_attention" for k in config["layer_types"]]
+        )
         w.add_final_logit_softcapping(config["final_logit_softcapping"])
         w.add_logit_scale(config["output_multiplier"])
     if arch == "qwen3moe":
@@ -115,7 +119,12 @@ def write_target(path, family, arch, kind=None):
 
 LAYER = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
 LAYER |= {"self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-LAYER |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm"}
+LAYER |= {
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+}
 LAYER |= {"post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp"}
 MUSE = {"self_attn.gate_proj": "attn_gate", "post_attention_layernorm": "post_attention_norm"}
 MUSE |= {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
@@ -203,7 +212,10 @@ def write_drafter(path, family, fork):
         nested = config | (config.get("dflash_config") or {})
         for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
             w.add_uint32(f"dflash.{key}", nested[key])
-    layer = LAYER | {"attention_conv.kernel_projection": "attn_conv_proj", "mlp_conv.kernel_projection": "ffn_conv_proj"}
+    layer = LAYER | {
+        "attention_conv.kernel_projection": "attn_conv_proj",
+        "mlp_conv.kernel_projection": "ffn_conv_proj",
+    }
     if fork:
         layer |= {"post_attention_layernorm": "post_attention_norm"}
     top = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
