@@ -17,7 +17,7 @@ from mlx_dflash.errors import CheckpointError, UnsupportedError
 
 from .decode import Tensors
 
-REPACKED = {"group_size": 32, "bits": 8}  # what blocks that affine can't hold become
+REPACKED: dict[str, Any] = {"group_size": 32, "bits": 8}  # what blocks that affine can't hold become
 PARTS = ("weight", "scales", "biases")
 # Names of a transformer's layers, the same in all architectures that use them.
 ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}

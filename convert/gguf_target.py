@@ -206,9 +206,10 @@ def rope_scaling(file: GgufFile) -> dict[str, Any] | None:
 def llama3_scaling(file: GgufFile, factors: np.ndarray) -> dict[str, Any]:
     """Llama 3's settings whose factors on the periods are those of `rope_freqs` (llama.cpp, conversion/llama.py)."""
     dims, base = 2 * len(factors), float(file.own("rope.freq_base", 10000.0))
+    factor = shortest(factors.max())
     scaling = {
         "rope_type": "llama3",
-        "factor": shortest(factors.max()),
+        "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -219,10 +220,10 @@ def llama3_scaling(file: GgufFile, factors: np.ndarray) -> dict[str, Any]:
         if length < 8192 / 4.0:
             expected.append(1.0)
         elif length > 8192 / 1.0:
-            expected.append(scaling["factor"])
+            expected.append(factor)
         else:
             smooth = (8192 / length - 1.0) / (4.0 - 1.0)
-            expected.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+            expected.append(1 / ((1 - smooth) / factor + smooth))
     if not np.allclose(factors, np.array(expected, np.float32), rtol=1e-4):
         raise UnsupportedError(f"{file.path} has rope_freqs that are not Llama 3's; give the Hugging Face release")
     return scaling

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from mlx_dflash.checkpoint import Checkpoint, open_checkpoint, read_json
+from mlx_dflash.checkpoint import open_checkpoint, read_json
 from mlx_dflash.drafters import check_pair
 from mlx_dflash.drafters.formats import read_layout
 from mlx_dflash.errors import DFlashError
@@ -49,7 +49,6 @@ def look(name: str, drafters: list[str]) -> dict[str, Any]:
     path = Path(name).expanduser()
     if path.is_dir() and is_pair(path):
         halves = {half: look(str(part(path, half)), []) for half in (TARGET, DRAFT)}
-        target, _ = halves[TARGET], halves[DRAFT]
         fits = fitting(open_target_shape(part(path, TARGET)), [str(part(path, DRAFT)), *drafters])
         whole = {"kind": "pair of target and drafter", "memory": add_sizes(halves)}
         return whole | {half: one_line_of(facts) for half, facts in halves.items()} | {"drafters that fit": fits}
@@ -58,8 +57,7 @@ def look(name: str, drafters: list[str]) -> dict[str, Any]:
         return look_gguf(source)
     checkpoint, tensors = open_folder(source)
     if checkpoint.is_drafter:
-        port = DrafterPort(checkpoint, tensors)
-        return facts_of_drafter(source, checkpoint, port)
+        return facts_of_drafter(source, DrafterPort(checkpoint, tensors))
     target = Port(checkpoint, tensors)
     facts = facts_of_plan(target.plan(Options()))
     config = target.config
@@ -91,9 +89,9 @@ def packed(name: str, plan: Plan) -> bool:
     return name.rpartition(".")[0] in plan.quantization
 
 
-def facts_of_drafter(source: Source, checkpoint: Checkpoint, port: DrafterPort) -> dict[str, Any]:
+def facts_of_drafter(source: Source, port: DrafterPort) -> dict[str, Any]:
     config = port.layout.config
-    facts = {"kind": f"DFlash drafter ({port.layout.name}), {config.num_hidden_layers} layers"}
+    facts: dict[str, Any] = {"kind": f"DFlash drafter ({port.layout.name}), {config.num_hidden_layers} layers"}
     facts |= facts_of_plan(port.plan(Options()))
     facts |= {
         "block size": config.block_size,
@@ -110,7 +108,10 @@ def provenance(source: Source) -> dict[str, Any]:
         return {}
     record = read_json(source.path / RECORD)
     origin = record.get("source") or {}
-    facts = {"converted from": f"{origin.get('name')} {origin.get('revision') or ''}".strip(), "hashes": "as recorded"}
+    facts: dict[str, Any] = {
+        "converted from": f"{origin.get('name')} {origin.get('revision') or ''}".strip(),
+        "hashes": "as recorded",
+    }
     if (quality := record.get("quality")) is not None:
         facts["quality"] = quality
     return facts

@@ -148,9 +148,9 @@ def unpack(
     weight: mx.array, scales: mx.array, biases: mx.array | None, settings: Settings, options: Options, plan: Plan
 ) -> mx.array:
     dtype = FLOATS[options.dtype] if options.dtype else scales.dtype if biases is not None else mx.bfloat16
-    how = {k: settings[k] for k in ("group_size", "bits", "mode")}
+    how: dict[str, Any] = {k: settings[k] for k in ("group_size", "bits", "mode")}
     wide = (scales.astype(mx.float32), biases.astype(mx.float32)) if biases is not None else (scales, None)
-    return mx.dequantize(weight, *wide, **how, dtype=mx.float32).astype(dtype)
+    return mx.dequantize(weight, wide[0], wide[1], **how, dtype=mx.float32).astype(dtype)
 
 
 def cast(plan: Plan, name: str, value: mx.array, options: Options, castable: Callable[[str], bool]) -> mx.array:

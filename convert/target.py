@@ -23,8 +23,10 @@ from .plan import Options, Plan, check_names, quantize
 # Towers that are no part of the text: dropped, and named.
 NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "image", "embed_audio")
 LEFT_OUT = ("vision_config", "audio_config", "_name_or_path", "transformers_version")
-COPIED = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
-COPIED = (*COPIED, "generation_config.json", "chat_template.json")
+COPIED = [
+    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("generation_config.json", "chat_template.json"),
+]
 
 
 class Port:
@@ -134,9 +136,9 @@ def packed_like(path: str, module: nn.Module, weights: Tensors, given: dict[str,
 
 def build(family: type[Target], config: dict[str, Any], folder: Path) -> nn.Module:
     """mlx-lm's module of this config; its random weights are lazy and never made."""
-    classes = family.model_classes or _get_classes
+    classes: Any = family.model_classes or _get_classes
     try:
-        model_class, arguments = classes(config=copy.deepcopy(config))  # type: ignore[call-arg]
+        model_class, arguments = classes(config=copy.deepcopy(config))
         return model_class(arguments.from_dict(copy.deepcopy(config)))
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         raise CheckpointError(

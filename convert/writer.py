@@ -158,7 +158,8 @@ def write_weights(
             room = shard_bytes
         shards[-1].append(name)
         room -= value.nbytes
-    hashes, where = {}, {}
+    hashes: dict[str, str] = {}
+    where: dict[str, str] = {}
     progress = Progress(total, "writing")
     for index, names in enumerate(shards, 1):
         file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{index:05d}-of-{len(shards):05d}.safetensors"
@@ -186,8 +187,9 @@ def write_shard(path: Path, names: list[str], weights: dict[str, mx.array], prog
             value = weights.pop(name)
             mx.eval(value)
             count = value.nbytes
-            put(f, digest, memoryview(mx.contiguous(value.view(DTYPES[value.dtype][1]))).cast("B") if count else b"")
-            del value
+            raw: Any = mx.contiguous(value.view(DTYPES[value.dtype][1]))
+            put(f, digest, memoryview(raw).cast("B") if count else b"")
+            del value, raw
             mx.clear_cache()
             progress.add(count)
     return digest.hexdigest()

@@ -95,12 +95,12 @@ def test_a_width_that_the_group_does_not_divide(tmp_path, capsys):
 
 
 def test_tied_without_the_flag(tmp_path, capsys):
-    source = edited(tmp_path, tensors=without("lm_head.weight"))
+    source = edited(tmp_path, tensors=without("lm_head.weight"), family="qwen3_moe")
     assert "tie_word_embeddings" in refused(capsys, tmp_path / "out", "target", "--hf-path", source)
 
 
 def test_the_flag_with_a_head_of_its_own(tmp_path, capsys):
-    source = edited(tmp_path, config={"tie_word_embeddings": True})
+    source = edited(tmp_path, config={"tie_word_embeddings": True}, family="qwen3_moe")
     assert "which is not the embedding" in refused(capsys, tmp_path / "out", "target", "--hf-path", source)
 
 

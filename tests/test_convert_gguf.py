@@ -10,7 +10,8 @@ from mlx_dflash.convert.gguf import convert_gguf
 from mlx_dflash.convert.gguf_file import EXACT, unpack_tensor
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.run import Request, convert_drafter, convert_target
-from tiny import byte_characters, draft_folder, target_folder, write_gguf
+from mlx_lm.models.rope_utils import Llama3RoPE
+from tiny import byte_characters, copy_folder, draft_folder, target_folder, write_gguf
 
 from mlx_dflash import CheckpointError, UnsupportedError, generate, load, load_drafter
 from mlx_dflash.drafters.formats import read_layout
@@ -100,11 +101,11 @@ def write_target(path, family, arch, kind=None):
         w.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         w.add_expert_used_count(config["num_experts_per_tok"])
         w.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    tokens = [*byte_characters(), *(f"<{i}>" for i in range(44))]
+    tokens = [*byte_characters(), *(f"<{i}>" for i in range(43)), "ab"]
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("smollm")
     w.add_token_list(tokens)
-    w.add_token_types([1] * 256 + [3] * 44)
+    w.add_token_types([1] * 256 + [3] * 43 + [1])
     w.add_token_merges(["a b"])
     w.add_eos_token_id(257)
     w.add_bos_token_id(256)
@@ -130,12 +131,20 @@ MUSE = {"self_attn.gate_proj": "attn_gate", "post_attention_layernorm": "post_at
 MUSE |= {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 
 
+def llama3_factors(dims, base):
+    """How much longer each period gets (mlx-lm's own module, as transformers')."""
+    scaled = Llama3RoPE(dims, 4096, False, base, LLAMA3)._freqs
+    return np.array(scaled, np.float32) / np.array([base ** (i / dims) for i in range(0, dims, 2)], np.float32)
+
+
 def renamed(weights, config, arch):
     names = LAYER | (MUSE if arch == "muse-glimmer" else {})
     top = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
     out, experts = {}, {}
     for name, value in weights.items():
         path = name.removeprefix("model.").removeprefix("language_model.").removesuffix(".weight")
+        if path.startswith("vision_"):
+            continue  # a file of its own, mmproj
         if not path.startswith("layers."):
             out[f"{top[path]}.weight"] = value
             continue
@@ -153,6 +162,8 @@ def renamed(weights, config, arch):
             size = config["head_dim"]
             out[f"blk.{layer}.attn_q_norm.weight"] = np.full(size, config["qk_scale_factor"], np.float32)
             out[f"blk.{layer}.attn_k_norm.weight"] = np.ones(size, np.float32)
+    if arch == "llama":
+        out["rope_freqs.weight"] = llama3_factors(config["head_dim"], config["rope_theta"])
     return out | {name: np.stack([found[i] for i in range(len(found))]) for name, found in experts.items()}
 
 
@@ -164,11 +175,25 @@ def logits(folder):
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "muse_glimmer": "muse-glimmer"}
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+
+
+def reference(family, tmp_path):
+    """The golden target; Llama's with the RoPE scaling of the released models, which GGUF holds as a tensor."""
+    if family != "llama":
+        return target_folder(family)
+    return copy_folder(target_folder(family), tmp_path / "reference", config={"rope_scaling": LLAMA3})
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_target_comes_back_from_gguf(family, tmp_path):
+    source = reference(family, tmp_path)
     write_target(tmp_path / "m.gguf", family, ARCHITECTURES[family])
     convert_target(Request(str(tmp_path / "m.gguf"), tmp_path / "out", Options()))
-    assert mx.abs(logits(tmp_path / "out") - logits(target_folder(family))).max() < 1e-4
+    assert mx.abs(logits(tmp_path / "out") - logits(source)).max() < 1e-4
+    if family == "llama":
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == LLAMA3
 
 
 def test_a_quantized_file_gives_the_packages_values(tmp_path):
@@ -180,7 +205,7 @@ def test_a_quantized_file_gives_the_packages_values(tmp_path):
     got = mx.dequantize(*(weights[f"{path}.{p}"] for p in ("weight", "scales", "biases")), group_size=32, bits=8)
     source = np.array(mx.load(str(target_folder("llama") / "model.safetensors"))[f"{path}.weight"])
     assert np.array_equal(np.array(got), gguf.dequantize(gguf.quantize(source, Kind.Q8_0), Kind.Q8_0))
-    assert mx.abs(logits(tmp_path / "out") - logits(target_folder("llama"))).max() < 0.2
+    assert mx.abs(logits(tmp_path / "out") - logits(reference("llama", tmp_path))).max() < 0.2
 
 
 def write_drafter(path, family, fork):

@@ -139,13 +139,14 @@ def test_compressed_tensors_integers_are_held_exactly(bits, per_row, tmp_path):
             return {name: ("F32", values)}, values
         group = width if per_row else 32
         values = values.reshape(rows, -1, group)
-        scale = (np.abs(values).max(-1, keepdims=True) / (2 ** (bits - 1) - 1)).astype(np.float32)
+        scale = (np.abs(values).max(-1, keepdims=True) / (2 ** (bits - 1) - 1)).astype(np.float16)
+        scale = scale.astype(np.float32)
         q = np.clip(np.round(values / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1).astype(np.int64)
         unsigned = (q + 2 ** (bits - 1)).reshape(rows, -1, 32 // bits).astype(np.uint64)
         words = (unsigned << (np.arange(32 // bits, dtype=np.uint64) * np.uint64(bits))).sum(-1)
         path = name.removesuffix("weight")
         tensors = {f"{path}weight_packed": ("I32", words.astype(np.uint32).view(np.int32))}
-        tensors[f"{path}weight_scale"] = ("F32", scale[..., 0])
+        tensors[f"{path}weight_scale"] = ("F16", scale[..., 0].astype(np.float16))
         tensors[f"{path}weight_shape"] = ("I64", np.array([rows, width]))
         return tensors, (q * scale).reshape(rows, width).astype(np.float32)
 
