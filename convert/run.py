@@ -9,10 +9,8 @@ import mlx.core as mx
 
 from mlx_dflash import __version__
 from mlx_dflash.checkpoint import open_checkpoint
-from mlx_dflash.drafters import load_drafter_folder
 from mlx_dflash.errors import CheckpointError, RequestError
 from mlx_dflash.pair import DRAFT, PAIR, TARGET
-from mlx_dflash.targets import load_target
 
 from .decode import Tensors
 from .drafter import DrafterPort
@@ -80,7 +78,10 @@ def convert_target(request: Request, verify: bool = False, draft_model: str | No
         if draft_model is not None:
             draft = open_drafter(find(draft_model, drafter=True), scratch)
             draft.check(port.shape())
-        record = write_model("target", port.plan(request.options), staging, source, request)
+        plan = port.plan(request.options)
+        if not verify:
+            port.tensors.clear()  # a tensor that is read stays in memory as long as anything refers to it
+        record = write_model("target", plan, staging, source, request)
         copy_texts(port.checkpoint.folder, staging, request.copy_code)
         if verify:
             measured = measure(port, staging, draft, None)
@@ -99,7 +100,9 @@ def convert_drafter(request: Request, target: str | None = None) -> dict[str, An
         port = open_drafter(source, scratch)
         if target is not None:
             port.check(open_target(find(target), scratch / "target").shape())
-        record = write_model("drafter", port.plan(request.options), staging, source, request)
+        plan = port.plan(request.options)
+        port.tensors.clear()
+        record = write_model("drafter", plan, staging, source, request)
         write_json(staging / RECORD, record)
     say(f"wrote {request.folder}")
     return record
@@ -119,6 +122,9 @@ def convert_pair(target: Request, drafter: Request, verify: bool = False) -> dic
         (staging / DRAFT).mkdir()
         record: dict[str, Any] = {"format": 1, "mlx_dflash": __version__}
         plans = port.plan(target.options), draft.plan(drafter.options)
+        if not verify:
+            port.tensors.clear()
+            draft.tensors.clear()
         record["target"] = write_model("target", plans[0], staging / TARGET, sources[0], target)
         copy_texts(port.checkpoint.folder, staging / TARGET, target.copy_code)
         record["drafter"] = write_model("drafter", plans[1], staging / DRAFT, sources[1], drafter)
@@ -128,9 +134,8 @@ def convert_pair(target: Request, drafter: Request, verify: bool = False) -> dic
             "target_layer_ids": list(config.target_layer_ids),
             "mask_token_id": config.mask_token_id,
         }
-        loaded = load_target(staging / TARGET)  # what was written must load, and fit
-        load_drafter_folder(staging / DRAFT, loaded[0])
-        del loaded
+        halves = [Source(str(staging / half), staging / half) for half in (TARGET, DRAFT)]
+        DrafterPort(*open_folder(halves[1])).check(Port(*open_folder(halves[0])).shape())  # what was written fits
         if verify:
             finish_verify(record, measure(port, staging / TARGET, draft, staging / DRAFT))
         write_json(staging / TARGET / RECORD, record["target"])
