@@ -21,6 +21,7 @@ from .errors import CheckpointError, UnsupportedError
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
 ITEM_BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
+FP8_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1}  # what mlx loads of fp8, as bare bytes
 HEADER_LIMIT = 100_000_000  # the safetensors format's own limit on its JSON header, bytes
 
 
@@ -44,8 +45,8 @@ class Checkpoint:
         return any(f"{fc}.weight" in names and f"{norm}.weight" in names for fc, norm in pairs)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Check a folder's config and weight files without loading a tensor."""
+def open_checkpoint(folder: Path, fp8: bool = False) -> Checkpoint:
+    """Check a folder's config and weight files without loading a tensor. fp8: the caller decodes fp8 tensors."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors")
     if (folder / "adapter_config.json").exists():
@@ -54,7 +55,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     files = weight_files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        shapes |= read_header(file)
+        shapes |= read_header(file, fp8)
     return Checkpoint(folder, config, shapes, files)
 
 
@@ -78,7 +79,7 @@ def weight_files(folder: Path) -> list[Path]:
     return found
 
 
-def read_header(file: Path) -> dict[str, tuple[int, ...]]:
+def read_header(file: Path, fp8: bool = False) -> dict[str, tuple[int, ...]]:
     """Tensor shapes of one safetensors file, after holding its size against what the header promises."""
     size = file.stat().st_size
     with file.open("rb") as f:
@@ -90,7 +91,7 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(f.read(length))
             header.pop("__metadata__", None)
             for name, tensor in header.items():
-                check_tensor(file, name, tensor)
+                check_tensor(file, name, tensor, fp8)
             promised = 8 + length + max((int(t["data_offsets"][1]) for t in header.values()), default=0)
             shapes = {name: tuple(map(int, t["shape"])) for name, t in header.items()}
         except (ValueError, TypeError, AttributeError, LookupError) as e:
@@ -101,19 +102,20 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_tensor(file: Path, name: str, tensor: dict[str, Any]) -> None:
+def check_tensor(file: Path, name: str, tensor: dict[str, Any], fp8: bool = False) -> None:
     """Hold one header entry against itself: a known dtype, and as many bytes as its shape needs.
 
     Packed words are uint32; uint8 only comes as the scales and blocks of MX formats. mlx reads fp8 weights as bare
-    uint8 numbers, so they are refused.
+    uint8 numbers, so they are refused unless the caller decodes them.
     """
     dtype = tensor["dtype"]
-    if dtype.startswith("F8_") or (dtype == "U8" and name.endswith(".weight")):
-        raise UnsupportedError(f"{file}: {name} is stored as {dtype}; convert the fp8 model to bf16 or to MLX first")
-    if dtype not in ITEM_BYTES:
+    if not fp8 and (dtype.startswith("F8_") or (dtype == "U8" and name.endswith(".weight"))):
+        raise UnsupportedError(f"{file}: {name} is stored as {dtype}; port it first with mlx_dflash.convert")
+    item_bytes = ITEM_BYTES | FP8_BYTES if fp8 else ITEM_BYTES
+    if dtype not in item_bytes:
         raise ValueError(f"{name} has the unknown dtype {dtype}")
     start, end = tensor["data_offsets"]
-    if end - start != ITEM_BYTES[dtype] * math.prod(tensor["shape"]):
+    if end - start != item_bytes[dtype] * math.prod(tensor["shape"]):
         raise ValueError(f"{name} has {end - start} bytes, not those of {dtype} {tensor['shape']}")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import __version__, memory, registry
+from . import __version__, hub, memory, registry
 from .api import (
     GenerationResponse,
     GenerationResult,
@@ -31,6 +31,7 @@ from .drafters import DFlashDrafter, open_drafter
 from .errors import DFlashError, RequestError, UnsupportedError
 from .facts import decide_thinking, has_thinking_switch
 from .hub import target_folder
+from .pair import is_pair
 from .report import compare, comparison, remarks, sampling_line, summary
 from .sampling_flags import add_sampling_flags, wanted_sampling
 from .targets import Target, open_target
@@ -291,6 +292,8 @@ def choose_drafter(args: argparse.Namespace, model: Target) -> tuple[DFlashDraft
     wanted = args.draft_model
     if wanted in (None, "auto") and args.model in (None, "demo"):
         return load_drafter("demo", model), f"{name} + drafter demo{recommendation()}"
+    if wanted in (None, "auto") and is_pair(hub.model_folder(name, args.revision)):
+        wanted = name
     if wanted in (None, "auto") and (known := registry.pair_of(args.model, model.folder)) is not None:
         return load_drafter("auto", model, args.draft_revision), f"{name} + drafter {known.drafter}"
     if wanted == "auto":

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+from . import pair
 from .convert.gguf import convert_gguf
 from .download import fetch, find_cached, say
 from .errors import CheckpointError
@@ -32,15 +33,15 @@ OTHER_TOOLS = {"lmstudio": ("~/.lmstudio/models", "~/.cache/lm-studio/models")}
 
 
 def target_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a target; raises CheckpointError if there is none and none can be had."""
-    return demo_target_folder() if name == DEMO else model_folder(name, revision)
+    """The local folder of a target, a pair's own half; CheckpointError if there is none and none can be had."""
+    return demo_target_folder() if name == DEMO else pair.part(model_folder(name, revision), pair.TARGET)
 
 
 def drafter_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a drafter; the demo's comes with the package."""
+    """The local folder of a drafter, a pair's own half; the demo's comes with the package."""
     if name == DEMO:
         return Path(str(resources.files("mlx_dflash") / "data" / "demo_drafter"))
-    return model_folder(name, revision)
+    return pair.part(model_folder(name, revision), pair.DRAFT)
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
