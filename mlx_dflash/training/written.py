@@ -29,7 +29,7 @@ def written_prompts(
     path: Path,
     *,
     seed: int = 0,
-    batch: int = 192,
+    batch: int = 96,
     report: Callable[[str], None] = print,
 ) -> list[tuple[str, str]]:
     """`count` distinct prompts as (class, text), the class "written" where there was no opener.
@@ -42,7 +42,8 @@ def written_prompts(
     if text.count(mark) != 1:
         raise RequestError("this chat template changes or repeats the user's text; prompts can't be sampled from it")
     before = text[: text.index(mark)]
-    openers = [(name, opener) for name, group in OPENERS.items() for opener in split(group)]
+    groups = [[(name, opener) for opener in split(group)] for name, group in OPENERS.items()]
+    openers = [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
     held_out = {prompt for _, prompt in held_out_prompts()}
     stops = sorted(tokenizer.eos_token_ids)
     found: dict[str, str] = {}
@@ -58,7 +59,7 @@ def written_prompts(
             key = mx.random.key((seed * 1_000_003 + batch_number) * LONGEST + step)
             return mx.random.categorical(logits / TEMPERATURE, key=key)
 
-        task, opener = openers[rounds // 2 * 7 % len(openers)] if rounds % 2 else ("written", "")
+        task, opener = openers[rounds // 2 % len(openers)] if rounds % 2 else ("written", "")
         start = tokenizer.encode(before + opener, add_special_tokens=False)
         answers, _ = decode_batch(target, [start] * batch, stops, LONGEST, choose=sample)
         new = [whole(tokenizer, ids, stops, opener) for ids in answers]
