@@ -21,7 +21,7 @@ def export_drafter(
 ) -> None:
     """Write config.json and model.safetensors. The tap scales are folded into `fc` first; model is changed.
 
-    bits: affine width of the draft layers' matrices, group size 64, with `fc` in fp16; None writes fp32.
+    bits: affine width of the draft layers' matrices, group size 64, with `fc` and the scales in fp16; None writes fp32.
     """
     fold_scales(model, scales, shape.hidden_size)
     quantization = None
@@ -30,8 +30,9 @@ def export_drafter(
         quantization = {"group_size": GROUP_SIZE, "bits": bits}
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
-    if bits is not None:  # the one large matrix left; norms and quantization scales stay fp32
-        weights["fc.weight"] = weights["fc.weight"].astype(mx.float16)
+    if bits is not None:  # norms, the few that are left, stay fp32
+        halved = [name for name in weights if name == "fc.weight" or name.endswith((".scales", ".biases"))]
+        weights |= {name: weights[name].astype(mx.float16) for name in halved}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(zlab_config(shape, quantization), indent=1) + "\n")
 
