@@ -9,9 +9,9 @@ Two things a GGUF file stores its own way are undone: llama.cpp permutes the row
 and the tokenizer lives in the metadata.
 """
 
-import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,17 @@ import mlx.core as mx
 
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 
+from .writer import write_json
+
 # llama.cpp's tensor names -> Hugging Face's, inside one decoder layer
-LAYER_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
+ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+ATTENTION |= {"attn_output": "self_attn.o_proj"}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}  # not in Llama
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+LAYER_NAMES = ATTENTION | MLP | NORMS
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK = 32  # weights that share a scale in Q4_1 and Q8_0
+BLOCK = 32  # weights that share a scale in all blocks that MLX's affine holds
 Q4_1 = 3  # general.file_type of a file whose matrices are Q4_1
 CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of special tokens
 
@@ -52,7 +49,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     if (kind := fields.integer("general.file_type")) != Q4_1:
         raise UnsupportedError(f"{gguf} has GGUF file type {kind}; only Q4_1 (3) maps onto MLX without loss")
     weights = convert_tensors(tensors, fields)
-    config = convert_config(fields, tied="lm_head.weight" not in weights) | {"quantization": quantization(weights)}
+    config = convert_config(fields, tied="lm_head.weight" not in weights) | {"quantization": quantization_of(weights)}
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -148,16 +145,19 @@ def convert_config(fields: Metadata, tied: bool) -> dict[str, Any]:
     }
 
 
-def quantization(weights: dict[str, mx.array]) -> dict[str, Any]:
-    """mlx-lm's quantization map: 4-bit by default, an entry for each module that holds another width."""
-    layout: dict[str, Any] = {"group_size": BLOCK, "bits": 4}
-    for name, scales in weights.items():
+def quantization_of(weights: Mapping[str, Any]) -> dict[str, Any] | None:
+    """mlx-lm's map for packed tensors of groups of 32, from the shapes of their weight and scales; None without any."""
+    widths: dict[str, int] = {}
+    for name, value in weights.items():
         if name.endswith(".scales"):
             path = name.removesuffix(".scales")
-            bits = weights[f"{path}.weight"].shape[-1] * 32 // (scales.shape[-1] * BLOCK)
-            if bits != 4:
-                layout[path] = {"group_size": BLOCK, "bits": bits}
-    return layout
+            widths[path] = weights[f"{path}.weight"].shape[-1] * 32 // (value.shape[-1] * BLOCK)
+    if not widths:
+        return None
+    found = list(widths.values())
+    usual = max(dict.fromkeys(found), key=found.count)
+    own = {path: {"group_size": BLOCK, "bits": bits} for path, bits in widths.items() if bits != usual}
+    return {"group_size": BLOCK, "bits": usual, **own}
 
 
 def convert_tokenizer(fields: Metadata) -> dict[str, Any]:
@@ -205,7 +205,3 @@ def convert_tokenizer_config(fields: Metadata) -> dict[str, Any]:
         "model_max_length": fields.integer("llama.context_length"),
         "clean_up_tokenization_spaces": False,
     }
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

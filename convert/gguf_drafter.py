@@ -11,7 +11,8 @@ from typing import Any
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 
 from .decode import Tensors
-from .gguf_file import ATTENTION, MLP, GgufFile, Unpacked, quantization_of
+from .gguf import ATTENTION, MLP, NORMS, QK_NORMS, quantization_of
+from .gguf_file import GgufFile, Unpacked
 from .gguf_target import shortest, write_tensors
 from .source import Source, hash_files
 from .writer import write_json
@@ -27,7 +28,7 @@ TOP = {
     "selector_hidden": "candidate_selector.hidden_projection",
 }
 CODEBOOKS = {"selector_predecessor", "selector_successor"}
-LAYER = ATTENTION | MLP | {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+LAYER = ATTENTION | QK_NORMS | MLP | NORMS
 LAYER |= {"post_attention_norm": "post_attention_layernorm"}
 LAYER |= {"attn_conv_proj": "attention_conv.kernel_projection", "ffn_conv_proj": "mlp_conv.kernel_projection"}
 BASES = {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base": "mlp_conv.base_kernel"}

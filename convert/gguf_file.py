@@ -16,13 +16,10 @@ import numpy as np
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 
 from .decode import Tensors
+from .gguf import BLOCK
 
-REPACKED: dict[str, Any] = {"group_size": 32, "bits": 8}  # what blocks that affine can't hold become
+REPACKED: dict[str, Any] = {"group_size": BLOCK, "bits": 8}  # what blocks that affine can't hold become
 PARTS = ("weight", "scales", "biases")
-# Names of a transformer's layers, the same in all architectures that use them.
-ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
-ATTENTION |= {"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
 @dataclass
@@ -209,21 +206,6 @@ EXACT: dict[str, Callable[[np.ndarray], Block]] = {
     "Q4_K": q4_k,
     "Q5_K": q5_k,
 }
-
-
-def quantization_of(names: dict[str, Any]) -> dict[str, Any] | None:
-    """mlx-lm's map for packed tensors of groups of 32, from the shapes of their weight and scales."""
-    widths: dict[str, int] = {}
-    for name, value in names.items():
-        if name.endswith(".scales"):
-            path = name.removesuffix(".scales")
-            widths[path] = names[f"{path}.weight"].shape[-1] // value.shape[-1]
-    if not widths:
-        return None
-    found = list(widths.values())
-    usual = max(dict.fromkeys(found), key=found.count)
-    own = {path: {"group_size": 32, "bits": bits} for path, bits in widths.items() if bits != usual}
-    return {"group_size": 32, "bits": usual, **own}
 
 
 def groups(tensors: list[tuple[str, Any]], most: int) -> Iterator[list[tuple[str, Any]]]:

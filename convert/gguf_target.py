@@ -15,23 +15,21 @@ import numpy as np
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 
 from .decode import Tensors
-from .gguf import Metadata, convert_tokenizer, unpermute
-from .gguf_file import ATTENTION, MLP, GgufFile, Unpacked, groups, quantization_of, unpack_tensor
+from .gguf import ATTENTION, MLP, NORMS, QK_NORMS, TOP_NAMES, Metadata, convert_tokenizer, quantization_of, unpermute
+from .gguf_file import GgufFile, Unpacked, groups, unpack_tensor
 from .source import Source, hash_files
 from .writer import write_json, write_weights
 
 PART_BYTES = 1_000_000_000  # tensors unpacked at a time, as fp32
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 EXPERTS = {f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")}
 EXPERTS |= {"ffn_gate_inp": "mlp.gate"}
 MUSE = {"attn_gate": "self_attn.gate_proj", "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 MUSE |= {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 LAYERS = {
-    "llama": ATTENTION | MLP | NORMS,
-    "qwen3": ATTENTION | MLP | NORMS,
-    "qwen3moe": ATTENTION | MLP | NORMS | EXPERTS,
-    "muse-glimmer": ATTENTION | MLP | MUSE,
+    "llama": ATTENTION | QK_NORMS | MLP | NORMS,
+    "qwen3": ATTENTION | QK_NORMS | MLP | NORMS,
+    "qwen3moe": ATTENTION | QK_NORMS | MLP | NORMS | EXPERTS,
+    "muse-glimmer": ATTENTION | QK_NORMS | MLP | MUSE,
 }
 PERMUTED = ("llama", "muse-glimmer")
 
@@ -104,9 +102,9 @@ def place(file: GgufFile, name: str, parts: Tensors) -> Tensors:
     if name == "rope_freqs.weight":
         return {}
     if pieces[0] != "blk":
-        if pieces[0] not in TOP or len(pieces) != 2:
+        if pieces[0] not in TOP_NAMES or len(pieces) != 2:
             raise UnsupportedError(f"{file.path}: the tensor {name!r} has no place in a {arch} model")
-        return {f"{TOP[pieces[0]]}.{leaf}": value for leaf, value in parts.items()}
+        return {f"{TOP_NAMES[pieces[0]]}.{leaf}": value for leaf, value in parts.items()}
     _, layer, module, kind = pieces
     if module not in LAYERS[arch] or kind not in ("weight", "bias"):
         raise UnsupportedError(f"{file.path}: the tensor {name!r} has no place in a {arch} model")
