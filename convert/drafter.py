@@ -7,18 +7,16 @@ and acceptance hangs on them. Embedding and head are the target's, or the drafte
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_dflash.checkpoint import Checkpoint, hold_in_fp32
+from mlx_dflash.checkpoint import Checkpoint
 from mlx_dflash.drafters import DFlashDrafter, check_pair, model_class
 from mlx_dflash.drafters.formats import read_layout, refuse_other_methods
 from mlx_dflash.errors import CheckpointError
 from mlx_dflash.targets import Target
 
 from .decode import Tensors, decode
-from .plan import Options, Plan, check_names, quantize
-from .target import packed_like
+from .plan import Options, Plan, check_names, check_shapes, fill, quantize
 
 LEFT_OUT = ("auto_map", "_name_or_path", "transformers_version")
 
@@ -49,14 +47,8 @@ class DrafterPort:
             self.tensors = self.layout.split(self.tensors, self.layout.config)
         self.model: Any = model_class(self.layout.config)(self.layout.config)
         self.given = self.layout.config.quantization
-        wanted = dict(tree_flatten(self.model.parameters()))
-        check_names(set(wanted), set(self.tensors), self.where)
-        for name, value in wanted.items():
-            if f"{name.rpartition('.')[0]}.scales" not in self.tensors and self.tensors[name].shape != value.shape:
-                raise CheckpointError(
-                    f"{folder} has {name} of shape {self.tensors[name].shape}, its config.json says {value.shape}; "
-                    "download it again"
-                )
+        check_names({name for name, _ in tree_flatten(self.model.parameters())}, set(self.tensors), self.where)
+        check_shapes(self.model, self.tensors, self.where)
 
     def plan(self, options: Options) -> Plan:
         config = {k: v for k, v in self.config.items() if k not in LEFT_OUT}
@@ -76,16 +68,7 @@ class DrafterPort:
     def reference(self, target: Target) -> DFlashDrafter:
         """The drafter with the source's own values, bound to `target`."""
         model = model_class(self.layout.config)(self.layout.config)
-        weights = dict(self.tensors)
-        nn.quantize(
-            model,
-            class_predicate=lambda path, module: (
-                packed_like(path, module, weights, self.given) if f"{path}.scales" in weights else False
-            ),
-        )
-        model.load_weights(list(weights.items()), strict=True)
-        if mx.default_device() == mx.Device(mx.cpu):
-            hold_in_fp32(model)
+        fill(model, self.tensors, self.given)
         mx.eval(model.parameters())
         return DFlashDrafter(model, self.layout.config, target)
 

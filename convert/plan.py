@@ -9,8 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
+from mlx_dflash.checkpoint import hold_in_fp32
 from mlx_dflash.errors import CheckpointError, RequestError, UnsupportedError
 
 from .decode import FLOATS, Tensors
@@ -198,6 +200,30 @@ def record_quantization(plan: Plan, recipe: Recipe | None) -> None:
             layout[path] = dict(settings)
     plan.config["quantization"] = layout
     plan.config["quantization_config"] = layout
+
+
+def check_shapes(model: nn.Module, tensors: Tensors, where: str) -> None:
+    """Every tensor that is not packed has the shape that the module, built from config.json, gives it."""
+    for name, value in tree_flatten(model.parameters()):
+        if f"{name.rpartition('.')[0]}.scales" not in tensors and tensors[name].shape != value.shape:
+            raise CheckpointError(
+                f"{where} has {name} of shape {tensors[name].shape}, its config.json says {value.shape}; "
+                "download it again"
+            )
+
+
+def fill(model: nn.Module, tensors: Tensors, given: dict[str, Any] | None) -> None:
+    """Put the source's own values into an empty module, packed ones as they are, as `load` holds them here."""
+
+    def packed_like(path: str, module: nn.Module) -> Settings | bool:
+        if (scales := tensors.get(f"{path}.scales")) is None:
+            return False
+        return packed_settings(path, module, tensors[f"{path}.weight"], scales, given)
+
+    nn.quantize(model, class_predicate=packed_like)
+    model.load_weights(list(tensors.items()), strict=True)
+    if mx.default_device() == mx.Device(mx.cpu):
+        hold_in_fp32(model)
 
 
 def check_names(wanted: set[str], found: set[str], where: str) -> None:

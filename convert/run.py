@@ -3,22 +3,23 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from mlx_dflash import __version__
-from mlx_dflash.checkpoint import open_checkpoint
 from mlx_dflash.errors import CheckpointError, RequestError
 from mlx_dflash.pair import DRAFT, PAIR, TARGET
 
-from .decode import Tensors
 from .drafter import DrafterPort
+from .gguf_file import Unpacked
 from .plan import Options, Plan
 from .source import RECORD, Source, find, open_folder
 from .target import COPIED, Port
 from .verify import measure, summary
 from .writer import check_free_name, size, staged, write_json, write_weights
+
+P = TypeVar("P", Port, DrafterPort)
 
 CACHE_BYTES = 256_000_000  # what MLX may keep of freed buffers while converting
 
@@ -40,31 +41,27 @@ def say(line: str) -> None:
 
 
 def open_target(source: Source, scratch: Path) -> Port:
-    if source.is_gguf:
-        from .gguf_target import unpack_target
+    if not source.is_gguf:
+        return Port(*open_folder(source))
+    from .gguf_target import unpack_target
 
-        unpacked = unpack_target(source, scratch)
-        port = Port(open_checkpoint(unpacked.folder), load_all(unpacked.folder))
-        port.notes += unpacked.notes
-        port.dropped |= unpacked.dropped
-        return port
-    return Port(*open_folder(source))
+    return open_unpacked(Port, unpack_target(source, scratch))
 
 
 def open_drafter(source: Source, scratch: Path) -> DrafterPort:
-    if source.is_gguf:
-        from .gguf_drafter import unpack_drafter
+    if not source.is_gguf:
+        return DrafterPort(*open_folder(source))
+    from .gguf_drafter import unpack_drafter
 
-        unpacked = unpack_drafter(source, scratch)
-        port = DrafterPort(open_checkpoint(unpacked.folder), load_all(unpacked.folder))
-        port.notes += unpacked.notes
-        port.dropped |= unpacked.dropped
-        return port
-    return DrafterPort(*open_folder(source))
+    return open_unpacked(DrafterPort, unpack_drafter(source, scratch))
 
 
-def load_all(folder: Path) -> Tensors:
-    return open_folder(Source(str(folder), folder))[1]
+def open_unpacked(kind: type[P], unpacked: Unpacked) -> P:
+    """What was unpacked from a GGUF file, with all that is to be said of it."""
+    port = kind(*open_folder(Source(str(unpacked.folder), unpacked.folder)))
+    port.notes += unpacked.notes
+    port.dropped |= unpacked.dropped
+    return port
 
 
 def convert_target(request: Request, verify: bool = False, draft_model: str | None = None) -> dict[str, Any]:

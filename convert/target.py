@@ -12,13 +12,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_config
 
-from mlx_dflash.checkpoint import Checkpoint, hold_in_fp32, read_json
+from mlx_dflash.checkpoint import Checkpoint, read_json
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 from mlx_dflash.targets import Target, family_of, one_line, private_arrays
 from mlx_dflash.targets.config import normalise
 
 from .decode import Tensors, decode
-from .plan import Options, Plan, check_names, quantize
+from .plan import Options, Plan, check_names, check_shapes, fill, quantize
 
 # Towers that are no part of the text: dropped, and named.
 NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "image", "embed_audio")
@@ -51,7 +51,7 @@ class Port:
         check_tied(self.config, decoded.tensors, str(folder), self.dropped)
         self.tensors = self.sanitize(decoded.tensors)
         check_names({name for name, _ in tree_flatten(self.model.parameters())}, set(self.tensors), str(folder))
-        self.check_shapes()
+        check_shapes(self.model, self.tensors, str(folder))
 
     def sanitize(self, tensors: Tensors) -> Tensors:
         """mlx-lm's names and layouts; what its module leaves out is found by counting bytes, and named."""
@@ -76,15 +76,6 @@ class Port:
             self.dropped |= {name: reason(name) for name in gone}
         return out
 
-    def check_shapes(self) -> None:
-        for name, value in tree_flatten(self.model.parameters()):
-            path = name.rpartition(".")[0]
-            if f"{path}.scales" not in self.tensors and self.tensors[name].shape != value.shape:
-                raise CheckpointError(
-                    f"{self.checkpoint.folder} has {name} of shape {self.tensors[name].shape}, its config.json says "
-                    f"{value.shape}; download it again"
-                )
-
     def plan(self, options: Options) -> Plan:
         config = self.config
         for _ in range(2):  # the second time adds nothing that a conversion of the result would
@@ -100,16 +91,7 @@ class Port:
     def reference(self) -> Target:
         """The target with the source's own values: what a quality gate measures against."""
         model = build(self.family, self.config, self.checkpoint.folder)
-        weights = dict(self.tensors)
-        nn.quantize(
-            model,
-            class_predicate=lambda path, module: (
-                packed_like(path, module, weights, self.given) if f"{path}.scales" in weights else False
-            ),
-        )
-        model.load_weights(list(weights.items()), strict=True)
-        if mx.default_device() == mx.Device(mx.cpu):
-            hold_in_fp32(model)
+        fill(model, self.tensors, self.given)
         target = self.family(model, self.config)
         mx.eval(model.parameters(), private_arrays(model))
         return target
@@ -126,12 +108,6 @@ def written(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(inner := config.get("text_config"), dict):
         out["text_config"] = {k: v for k, v in inner.items() if k not in (*left_out, "text_config")}
     return out
-
-
-def packed_like(path: str, module: nn.Module, weights: Tensors, given: dict[str, Any] | None) -> dict[str, Any]:
-    from .plan import packed_settings
-
-    return packed_settings(path, module, weights[f"{path}.weight"], weights[f"{path}.scales"], given)
 
 
 def build(family: type[Target], config: dict[str, Any], folder: Path) -> nn.Module:
