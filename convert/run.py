@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from mlx_dflash import __version__
+from mlx_dflash.checkpoint import has_tokenizer
 from mlx_dflash.errors import CheckpointError, RequestError
 from mlx_dflash.pair import DRAFT, PAIR, TARGET
 
@@ -216,7 +217,7 @@ def copy_texts(source: Path, folder: Path, code: bool) -> None:
     for pattern in (*COPIED, *(["*.py"] if code else [])):
         for file in sorted(source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    if not has_tokenizer(folder):
         raise CheckpointError(f"{source} has no tokenizer files; give a complete model folder")
 
 

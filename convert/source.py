@@ -3,7 +3,6 @@
 Knows names, files and hashes; what the tensors mean is decided elsewhere.
 """
 
-import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +13,12 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
 
-from mlx_dflash.checkpoint import Checkpoint, load_arrays, open_checkpoint, read_json
-from mlx_dflash.download import fetch
+from mlx_dflash.checkpoint import Checkpoint, load_arrays, open_checkpoint, read_json, sha256
+from mlx_dflash.download import COMMIT, fetch
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 from mlx_dflash.hub import DEMO, demo_target_folder, drafter_folder
 
 RECORD = "conversion.json"
-COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # Packages of other runtimes: suffix -> what it is.
 FOREIGN = {
@@ -118,8 +116,7 @@ def open_folder(source: Source) -> tuple[Checkpoint, dict[str, mx.array]]:
 def hash_files(files: list[Path]) -> dict[str, str]:
     hashes = {}
     for file in files:
-        with file.open("rb") as f:
-            hashes[file.name] = hashlib.file_digest(f, "sha256").hexdigest()
+        hashes[file.name] = sha256(file)
         blob = file.resolve().name  # the hub's cache names a large file by its sha256
         if file.is_symlink() and SHA256.fullmatch(blob) and blob != hashes[file.name]:
             raise CheckpointError(f"{file} does not have the sha256 that the hub gave for it; download it again")

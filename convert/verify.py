@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_dflash.api import generate
-from mlx_dflash.checkpoint import open_checkpoint
 from mlx_dflash.drafters import DFlashDrafter, load_drafter_folder
 from mlx_dflash.targets import Target, load_target, tokenizer_of
 
@@ -52,7 +51,7 @@ def measure(port: Port, folder: Path, draft: DrafterPort | None, draft_folder: P
 
     draft: the source's drafter; draft_folder: the converted one, None: the same one serves both.
     """
-    tokenizer = tokenizer_of(open_checkpoint(folder))
+    tokenizer = tokenizer_of(folder)
     target = port.reference()
     texts = prompts(tokenizer, target.vocab_size)
     before = [log_probabilities(target, ids) for ids in texts]

@@ -4,6 +4,7 @@ Knows safetensors and config.json; nothing of families, drafters or arrays. Ever
 that names the file and the remedy.
 """
 
+import hashlib
 import json
 import math
 import struct
@@ -117,6 +118,15 @@ def check_tensor(file: Path, name: str, tensor: dict[str, Any], fp8: bool = Fals
     start, end = tensor["data_offsets"]
     if end - start != item_bytes[dtype] * math.prod(tensor["shape"]):
         raise ValueError(f"{name} has {end - start} bytes, not those of {dtype} {tensor['shape']}")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import __version__, hub, memory, registry
+from . import __version__, memory, registry
 from .api import (
     GenerationResponse,
     GenerationResult,
@@ -292,7 +292,7 @@ def choose_drafter(args: argparse.Namespace, model: Target) -> tuple[DFlashDraft
     wanted = args.draft_model
     if wanted in (None, "auto") and args.model in (None, "demo"):
         return load_drafter("demo", model), f"{name} + drafter demo{recommendation()}"
-    if wanted in (None, "auto") and is_pair(hub.model_folder(name, args.revision)):
+    if wanted in (None, "auto") and is_pair(Path(name).expanduser()):
         wanted = name
     if wanted in (None, "auto") and (known := registry.pair_of(args.model, model.folder)) is not None:
         return load_drafter("auto", model, args.draft_revision), f"{name} + drafter {known.drafter}"

@@ -5,7 +5,6 @@ whole. `huggingface_hub` keeps whole files after a kill, but starts a file that 
 fetched here, to a part file that the next run goes on with.
 """
 
-import hashlib
 import logging
 import re
 import shutil
@@ -29,7 +28,7 @@ from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[a
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import build_hf_headers, filter_repo_objects  # type: ignore[attr-defined]
 
-from .checkpoint import open_checkpoint
+from .checkpoint import has_tokenizer, open_checkpoint, sha256
 from .errors import CheckpointError, DFlashError
 
 log = logging.getLogger(__name__)
@@ -92,8 +91,7 @@ def find_cached(name: str, revision: str | None = None) -> tuple[Path | None, st
         checkpoint = open_checkpoint(folder)
     except DFlashError as e:
         return (None, "only in part in the cache") if isinstance(e, CheckpointError) else (folder, "")
-    texts = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    if not checkpoint.is_drafter and not any((folder / text).exists() for text in texts):
+    if not checkpoint.is_drafter and not has_tokenizer(folder):
         return None, "only in part in the cache"
     return folder, ""
 
@@ -205,9 +203,7 @@ def fetch_blob(name: str, commit: str, file: Remote, folder: Path) -> None:
             expected_size=file.size,
             displayed_filename=file.name,
         )
-    with part.path.open("rb") as f:
-        found = hashlib.file_digest(f, "sha256").hexdigest()
-    if found != file.sha256:
+    if (found := sha256(part.path)) != file.sha256:
         part.path.unlink()
         raise CheckpointError(f"{name}: {file.name} arrived damaged (sha256 {found[:12]}); run again to fetch it anew")
     part.path.replace(folder / "blobs" / file.key)
@@ -224,10 +220,15 @@ def check_disk(name: str, needed: int, folder: Path) -> None:
         )
 
 
+def cut_parts(folder: Path) -> list[Path]:
+    """What cut downloads have left in the hub's cache."""
+    return sorted(folder.glob("models--*/blobs/*.mlx_dflash.part"))
+
+
 def clear_parts(folder: Path) -> int:
-    """Remove what cut downloads have left in the hub's cache; returns the bytes."""
+    """Remove them; returns the bytes."""
     removed = 0
-    for path in folder.glob("models--*/blobs/*.mlx_dflash.part"):
+    for path in cut_parts(folder):
         with suppress(OSError):
             removed += path.stat().st_size
             path.unlink()

@@ -58,10 +58,15 @@ def read() -> dict[str, Any]:
 
 def name_of(folder: Path) -> str:
     """What a model is called, by its folder: the hub's name in its cache, else the folder's own."""
+    return cached_name(folder) or folder.name
+
+
+def cached_name(folder: Path) -> str | None:
+    """The hub name behind a folder of the hub's cache (models--OWNER--NAME/snapshots/COMMIT)."""
     for part in reversed(folder.parts):
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/")
-    return folder.name
+    return None
 
 
 def decide_thinking(asked: bool | None, tokenizer: Any, drafter_name: str | None) -> tuple[bool | None, str]:

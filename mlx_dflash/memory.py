@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .cache import STEP, RecurrentState, SlidingKV
+from .cache import STEP, RecurrentState, SlidingKV, TargetCache
 from .drafters import DFlashDrafter
 from .errors import RequestError
 from .registry import Pair
@@ -106,10 +106,15 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
-def layer_memory(target: Target, kv_bits: int | None = None, kv_group_size: int | None = None) -> list[LayerMemory]:
-    """What each layer's cache keeps, from one token that is never computed."""
+def one_token(target: Target, kv_bits: int | None = None, kv_group_size: int | None = None) -> TargetCache:
+    """A cache with one token, lazy and never computed: it tells the shapes that a real one will have."""
     cache = target.make_cache(kv_bits, kv_group_size)
     target.forward(mx.zeros((1, 1), mx.uint32), cache)
+    return cache
+
+
+def layer_memory(cache: TargetCache) -> list[LayerMemory]:
+    """What each layer's cache keeps, from a cache of `one_token`."""
     out = []
     for layer in cache.layers:
         arrays = layer.arrays()
@@ -132,7 +137,8 @@ def estimate(
     """The peak of a generation whose prompt and text have `context` tokens, the prompt forwarded `step` at a time."""
     if context < 1 or step < 1:
         raise RequestError(f"the context and prefill step must be 1 or more, not {context} and {step}")
-    layers = layer_memory(target, kv_bits, kv_group_size)
+    cache = one_token(target, kv_bits, kv_group_size)
+    layers = layer_memory(cache)
     limit, name = machine_limit()
     return Estimate(
         context=context,
@@ -140,7 +146,7 @@ def estimate(
         drafter=weight_bytes(drafter.model) if drafter is not None else 0,
         kv=sum(layer.allocated(context, step) for layer in layers),
         context_kv=drafter_context(drafter, context, step) if drafter is not None else 0,
-        work=working(target, drafter, context, step),
+        work=working(target, drafter, cache, context, step),
         limit=limit,
         limit_name=name,
     )
@@ -160,7 +166,7 @@ def drafter_context(drafter: DFlashDrafter, context: int, step: int) -> int:
     return sum(-(-r // STEP) * STEP * row for r in rows)
 
 
-def working(target: Target, drafter: DFlashDrafter | None, context: int, step: int) -> int:
+def working(target: Target, drafter: DFlashDrafter | None, cache: TargetCache, context: int, step: int) -> int:
     """What the largest prefill chunk needs: hidden states, the MLP's inner rows, features, and on the CPU the scores
     of one attention layer, which Metal's fused kernel never writes out."""
     config, size = target.config, item_size(target)
@@ -170,21 +176,18 @@ def working(target: Target, drafter: DFlashDrafter | None, context: int, step: i
     chosen = int(config.get("num_experts_per_tok") or 1) if config.get("moe_intermediate_size") else 1
     taps = len(drafter.taps) if drafter is not None else 0
     work = rows * size * (6 * target.hidden_size + 3 * inner * chosen + 2 * taps * target.hidden_size)
-    work += 2 * target.vocab_size * 16 * size + recurrent_work(target, rows, size)
+    work += 2 * target.vocab_size * 16 * size + recurrent_work(cache, rows, size)
     if mx.default_device() == mx.Device(mx.cpu):
         work += rows * seen * (int(config["num_attention_heads"]) * size + 2)
     return work
 
 
-def recurrent_work(target: Target, rows: int, size: int) -> int:
+def recurrent_work(cache: TargetCache, rows: int, size: int) -> int:
     """What gated-delta layers hold of a chunk: inputs, queries, keys, values and outputs of one layer, and the states
-    before and after in all of them. The factor is measured."""
-    states = [layer for layer in target.make_cache().layers if isinstance(layer, RecurrentState)]
-    if not states:
-        return 0
-    cache = target.make_cache()
-    target.forward(mx.zeros((1, 1), mx.uint32), cache)
+    before and after in all of them. The factor is measured. cache: of `one_token`."""
     held = [layer.now for layer in cache.layers if isinstance(layer, RecurrentState)]
+    if not held:
+        return 0
     channels = next(moment.conv.shape[2] for moment in held if moment.conv is not None)
     return 10 * channels * size * rows + 2 * sum(a.nbytes for m in held for a in (m.conv, m.state) if a is not None)
 

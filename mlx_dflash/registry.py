@@ -19,6 +19,7 @@ from .checkpoint import open_checkpoint
 from .drafters.config import DrafterConfig
 from .drafters.formats import read_layout
 from .errors import CheckpointError, PairError
+from .facts import cached_name
 
 # What converters append to a model's name for its quantization: 4bit, MLX-8bit, 4bit-DWQ, MXFP4-Q8, bf16 ...
 QUANTIZATION = re.compile(
@@ -81,15 +82,6 @@ def is_target(name: str, pair: Pair) -> bool:
         if model.casefold().startswith(f"{base}-".casefold()) and QUANTIZATION.fullmatch(model[len(base) + 1 :]):
             return True
     return False
-
-
-def cached_name(folder: Path) -> str | None:
-    """The hub name behind a folder of the hub's cache (models--OWNER--NAME/snapshots/COMMIT)."""
-    for part in folder.parts:
-        pieces = part.split("--")
-        if len(pieces) == 3 and pieces[0] == "models":
-            return f"{pieces[1]}/{pieces[2]}"
-    return None
 
 
 def base_model(folder: Path) -> str | None:

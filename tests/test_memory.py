@@ -38,7 +38,7 @@ def muse(**changes):
 
 
 def kv(target, context):
-    return sum(layer.held(context) for layer in memory.layer_memory(target))
+    return sum(layer.held(context) for layer in memory.layer_memory(memory.one_token(target)))
 
 
 def test_muse_glimmers_keys_and_values():

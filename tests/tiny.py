@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_dflash.cli
-from mlx_dflash.checkpoint import Checkpoint
 from mlx_dflash.targets import Target, tokenizer_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -173,7 +172,8 @@ def byte_tokenizer(folder: Path, kind: str = "bpe", more: Sequence[str] = ()) ->
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"clean_up_tokenization_spaces": False}))
-    return tokenizer_of(Checkpoint(folder, {"eos_token_id": 257}, {}, []))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 257}))
+    return tokenizer_of(folder)
 
 
 def write_gguf(path: Path, seed: int = 0) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from ..doctor import size_of
-from ..download import clear_parts, size_text
+from ..download import clear_parts, cut_parts, size_text
 from ..hub import cache_folder
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "list":
         for entry in entries:
             print(f"{size_text(size_of(entry) if entry.is_dir() else entry.lstat().st_size):>10}  {entry}")
-        for part in sorted(hub.glob("models--*/blobs/*.mlx_dflash.part")):
+        for part in cut_parts(hub):
             print(f"{size_text(part.stat().st_size):>10}  {part} (a cut download)")
         return
     freed = size_of(folder)

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 
-from ..checkpoint import Checkpoint, hold_in_fp32, open_checkpoint, read_json
+from ..checkpoint import Checkpoint, has_tokenizer, hold_in_fp32, open_checkpoint, read_json
 from ..errors import CheckpointError, UnsupportedError
 from ..facts import name_of
 from .base import Target
@@ -40,7 +40,7 @@ def load_target(folder: Path) -> tuple[Target, TokenizerWrapper]:
 def evaluate(target: Target, folder: Path) -> TokenizerWrapper:
     """Read all arrays of an opened target into memory, and the folder's tokenizer."""
     mx.eval(target.model.parameters(), private_arrays(target.model))
-    return tokenizer_of(open_checkpoint(folder))
+    return tokenizer_of(folder)
 
 
 def open_target(folder: Path) -> Target:
@@ -88,14 +88,14 @@ def private_arrays(model: Any) -> list[mx.array]:
     return [v for m in model.modules() for v in m.values() if isinstance(v, mx.array)]
 
 
-def tokenizer_of(checkpoint: Checkpoint) -> TokenizerWrapper:
+def tokenizer_of(folder: Path) -> TokenizerWrapper:
     """The folder's tokenizer; its end-of-text ids are the union of tokenizer, config and generation_config."""
-    folder = checkpoint.folder
-    ends = end_ids(checkpoint.config, folder / "config.json")
-    ends |= end_ids(checkpoint.config.get("text_config") or {}, folder / "config.json")
+    config = read_json(folder / "config.json")
+    ends = end_ids(config, folder / "config.json")
+    ends |= end_ids(config.get("text_config") or {}, folder / "config.json")
     if (path := folder / "generation_config.json").exists():
         ends |= end_ids(read_json(path), path)
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    if not has_tokenizer(folder):
         raise CheckpointError(f"{folder} has no tokenizer files; give a complete model folder")
     try:
         return load_tokenizer(folder, eos_token_ids=sorted(ends))
