@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_dflash.benchmarks.machine import describe
+from mlx_dflash.benchmarks.output import write_result
 from mlx_dflash.benchmarks.reference import mlx_lm_model, mlx_lm_tokens
 
 from mlx_dflash import generate, load, load_drafter
@@ -32,11 +33,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="write the result here as well")
     args = parser.parse_args()
     result = run(args)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n")
+    print(json.dumps(result, indent=1))
+    write_result(result, args.output)
     sys.exit(0 if result["unexplained"] == 0 else 1)
 
 

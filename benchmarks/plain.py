@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_dflash.benchmarks.machine import describe
+from mlx_dflash.benchmarks.output import write_result
 from mlx_dflash.benchmarks.reference import mlx_lm_model
 from mlx_lm.generate import generate_step
 
@@ -58,9 +59,7 @@ def main() -> None:
         "blocks": blocks,
     }
     print(json.dumps({k: v for k, v in result.items() if k != "blocks"}, indent=1))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, args.output)
 
 
 def seconds_a_token(stream: Iterable[Any]) -> float:

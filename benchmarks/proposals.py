@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_dflash.benchmarks.machine import describe
+from mlx_dflash.benchmarks.output import write_result
 
 from mlx_dflash import load, load_drafter
 from mlx_dflash.accept import Choice, Drawn, Sampler, Sampling, gumbel
@@ -80,11 +81,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     result = run(args)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n")
+    print(json.dumps(result, indent=1))
+    write_result(result, args.output)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

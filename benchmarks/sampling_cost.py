@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_dflash.benchmarks.machine import describe
+from mlx_dflash.benchmarks.output import write_result
 
 from mlx_dflash.accept import Sampler, Sampling
 from mlx_dflash.processors import Processors
@@ -56,9 +57,7 @@ def main() -> None:
     rows["sorting whole rows, no more"] = timed(lambda: mx.sort(logits, axis=-1), args.repeats)
     result = {"machine": describe(), "rows": args.rows, "vocab": args.vocab, "milliseconds": rows}
     print(json.dumps(result, indent=1))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, args.output)
 
 
 def timed(run: Callable[[], mx.array], repeats: int) -> dict[str, float]:

@@ -8,8 +8,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from mlx_dflash import command
 from mlx_dflash.errors import DFlashError, RequestError
 
 from .decode import FLOATS
@@ -19,16 +20,8 @@ from .recipe import MODES, RECIPES, Recipe, make_recipe
 DRAFTER_BITS = 8
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
-def fail(message: str) -> NoReturn:
-    print(f"mlx_dflash.convert: error: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+class Parser(command.Parser):
+    command = "mlx_dflash.convert"
 
 
 def build_parser() -> Parser:
@@ -102,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run(args)
     except DFlashError as e:
-        fail(str(e))
+        Parser.fail(str(e))
     except BrokenPipeError:
         raise SystemExit(0) from None
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from . import __version__, memory, registry
 from .api import (
@@ -26,6 +26,7 @@ from .api import (
     stream_generate,
     thinking_option,
 )
+from .command import Parser
 from .download import find_cached, size_text
 from .drafters import DFlashDrafter, open_drafter
 from .errors import DFlashError, RequestError, UnsupportedError
@@ -49,18 +50,6 @@ REFUSED: dict[str, str] = {
     "prompt-cache-file": "prompt caches are not supported yet",
     "quantize-activations": "it would change the text",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
-def fail(message: str) -> NoReturn:
-    print(f"mlx-dflash: error: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def verbosity(value: str) -> str:
@@ -135,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = run(args)
     except DFlashError as e:
-        fail(str(e))
+        Parser.fail(str(e))
     except BrokenPipeError:  # the reader of our stdout has gone, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

@@ -3,12 +3,12 @@
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..command import Parser
 from ..errors import DFlashError
 
 
@@ -24,8 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     except OSError as e:
-        print(f"mlx-dflash: error: {args.out} can't be written ({e}); name another file with --out", file=sys.stderr)
-        raise SystemExit(2) from e
+        Parser.fail(f"{args.out} can't be written ({e}); name another file with --out")
     verdict = "passed" if report["passed"] else "FAILED"
     print(f"{verdict} in {report['seconds']:.0f} s; report in {args.out}, which can be attached to an issue")
     raise SystemExit(0 if report["passed"] else 1)
@@ -43,8 +42,7 @@ def run(only: Sequence[str] | None = None, curve: bool = True) -> dict[str, Any]
     print(" | ".join(f"{key} {value}" for key, value in report["machine"].items()))
     unknown = set(only or ()) - set(families())
     if unknown:
-        print(f"mlx-dflash: error: no pair {', '.join(sorted(unknown))}; {', '.join(families())}", file=sys.stderr)
-        raise SystemExit(2)
+        Parser.fail(f"no pair {', '.join(sorted(unknown))}; {', '.join(families())}")
     for family in only or families():
         try:
             result = check_family(family)
