@@ -1,7 +1,7 @@
 """Training sees the same drafter as decoding: packed blocks, mask, start, checkpoints and export."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from mlx_dflash.errors import RequestError
 from mlx_dflash.training.config import TrainingConfig, load_config
 from mlx_dflash.training.data import (
     Sample,
+    append_samples,
     decode_batch,
     generate_answers,
     load_answers,
@@ -124,8 +125,7 @@ def test_a_killed_generation_goes_on_after_its_last_whole_batch(chat, tmp_path):
 def test_features_of_copied_answers_are_computed_and_parts_are_joined(llama, samples, tmp_path):
     target, _ = llama
     for suffix, part in (("-1", samples[:1]), ("-2", samples[1:])):
-        lines = [json.dumps(asdict(s)) + "\n" for s in part]
-        (tmp_path / f"answers{suffix}.jsonl").write_text("".join(lines))
+        append_samples(tmp_path / f"answers{suffix}.jsonl", part)
     features = load_features(target, tmp_path, (1, 3))
     assert features.samples == samples
     for i, sample in enumerate(samples):
@@ -203,9 +203,21 @@ def test_softmax_candidates_hold_every_label_and_estimate_the_full_sum():
     assert np.mean(sums) == pytest.approx(np.exp(logits).sum(), rel=0.02)
 
 
+def work_folder(folder, samples):
+    folder.mkdir()
+    append_samples(folder / "answers.jsonl", samples)
+    return folder
+
+
+def test_a_folder_without_answers_is_refused(llama, tmp_path):
+    with pytest.raises(RequestError, match="holds no answers"):
+        train(llama[0], TINY, tmp_path)
+
+
 def test_a_killed_run_resumes_to_the_same_weights(llama, samples, tmp_path):
     target, _ = llama
-    whole, _, _ = train(target, samples, TINY, tmp_path / "whole", report=lambda _: None, save_every=10)
+    unbroken, parts = work_folder(tmp_path / "whole", samples), work_folder(tmp_path / "parts", samples)
+    whole, _, _ = train(target, TINY, unbroken, report=lambda _: None, save_every=10)
 
     class Killed(Exception):
         pass
@@ -214,11 +226,11 @@ def test_a_killed_run_resumes_to_the_same_weights(llama, samples, tmp_path):
         raise Killed
 
     with pytest.raises(Killed):
-        train(target, samples, TINY, tmp_path / "parts", report=kill, save_every=10)
-    resumed, _, _ = train(target, samples, TINY, tmp_path / "parts", report=lambda _: None, save_every=10)
+        train(target, TINY, parts, report=kill, save_every=10)
+    resumed, _, _ = train(target, TINY, parts, report=lambda _: None, save_every=10)
     assert mx.array_equal(whole.fc.weight, resumed.fc.weight)
     assert mx.array_equal(whole.layers[1].mlp.up_proj.weight, resumed.layers[1].mlp.up_proj.weight)
-    assert load_config(tmp_path / "parts" / "training.json") == TINY
+    assert load_config(parts / "training.json") == TINY
 
 
 def test_a_trained_drafter_is_exported_and_drafts_better_than_its_start(llama, samples, tmp_path):
@@ -239,9 +251,10 @@ def test_a_trained_drafter_is_exported_and_drafts_better_than_its_start(llama, s
     shape = drafter_config(config, target)
     start = DFlashModel(shape)
     start_from_target(start, shape, target, mx.array([samples[0].prompt]))
-    scales = tap_scales(load_features(target, tmp_path, config.taps, samples), 3)
+    work = work_folder(tmp_path / "work", samples)
+    scales = tap_scales(load_features(target, work, (*config.taps, target.num_layers - 1)), 4)[:-1]
     rounds_before, _ = taken(start, shape, scales, "start")
-    model, shape, scales = train(target, samples, config, tmp_path / "work", report=lambda _: None)
+    model, shape, scales = train(target, config, work, report=lambda _: None)
     rounds, accepted = taken(model, shape, scales, "trained")
     assert 0 < rounds < 0.6 * rounds_before
     assert accepted > 0

@@ -15,7 +15,7 @@ from typing import Any
 from ..api import load, load_drafter
 from ..checkpoint import load_arrays
 from ..drafters.dflash import DFlashModel
-from ..errors import DFlashError, RequestError
+from ..errors import DFlashError
 from .config import TrainingConfig, load_config
 from .data import generate_answers, load_answers, load_features, tap_scales
 from .evaluate import evaluate
@@ -90,13 +90,10 @@ def stored_config(args: argparse.Namespace) -> TrainingConfig:
 
 def run_train(args: argparse.Namespace) -> None:
     target, _ = load(args.model)
-    samples = load_answers(args.work)
-    if not samples:
-        raise RequestError(f"{args.work} holds no answers; run the generate command first")
     config = stored_config(args)
     if args.steps is not None:
         config = replace(config, steps=args.steps)
-    train(target, samples, config, args.work, report=log, start=args.start)
+    train(target, config, args.work, report=log, start=args.start)
 
 
 def run_export(args: argparse.Namespace) -> None:

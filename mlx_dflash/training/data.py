@@ -138,9 +138,7 @@ def generate_answers(
         with rows_path.open("ab") as f:
             for rows in features:
                 f.write(rows.tobytes())
-        lines = [asdict(Sample(task, ids, answer)) for (task, ids), answer in zip(group, answers, strict=True)]
-        with path.open("a", encoding="utf-8") as out:
-            out.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        append_samples(path, [Sample(task, ids, a) for (task, ids), a in zip(group, answers, strict=True)])
         finished += len(group)
         report(f"generated {finished} of {total} answers")
 
@@ -157,6 +155,12 @@ def check_taps(folder: Path, taps: Sequence[int], width: int, write: bool = Fals
         path.write_text(json.dumps(wanted) + "\n")
 
 
+def append_samples(path: Path, samples: Sequence[Sample]) -> None:
+    lines = [json.dumps(asdict(sample), separators=(",", ":")) + "\n" for sample in samples]
+    with path.open("a", encoding="utf-8") as f:
+        f.write("".join(lines))
+
+
 def load_samples(path: Path) -> list[Sample]:
     """The samples of one file; none if there is no file."""
     if not path.exists():
@@ -170,18 +174,18 @@ def load_answers(folder: Path) -> list[Sample]:
     return [sample for path in sorted(folder.glob("answers*.jsonl")) for sample in load_samples(path)]
 
 
-def load_features(
-    target: Target, folder: Path, taps: Sequence[int], samples: Sequence[Sample] | None = None
-) -> Features:
+def load_features(target: Target, folder: Path, taps: Sequence[int]) -> Features:
     """The features of all parts; those of answers that have none yet (copied in from elsewhere) are computed first.
 
-    samples: of which the answers consist where `folder` has no files of them.
+    Raises RequestError if the folder holds no answers, or features of other taps.
     """
+    named = {p.stem.removeprefix("answers"): load_samples(p) for p in sorted(folder.glob("answers*.jsonl"))}
+    if not any(named.values()):
+        raise RequestError(f"{folder} holds no answers; run the generate command first")
     width = len(taps) * target.hidden_size
     check_taps(folder, taps, width, write=True)
     parts, places, everything = [], [], []
-    named = {p.stem.removeprefix("answers"): load_samples(p) for p in sorted(folder.glob("answers*.jsonl"))}
-    for part, mine in (named or {"": list(samples or [])}).items():
+    for part, mine in named.items():
         path = folder / f"features{part}.f16"
         starts = np.cumsum([0] + [s.rows for s in mine]).tolist()
         have = path.stat().st_size // (width * 2) if path.exists() else 0

@@ -132,7 +132,6 @@ def head_rows(target: Target, tokens: mx.array) -> mx.array:
 
 def train(
     target: Target,
-    samples: list[Sample],
     config: TrainingConfig,
     folder: Path,
     report: Callable[[str], None] = print,
@@ -141,12 +140,11 @@ def train(
 ) -> tuple[DFlashModel, DrafterConfig, list[float]]:
     """Train for `config.steps`, going on from the folder's checkpoint if there is one.
 
-    A new run begins with the target's last layers, or with the weights of the checkpoint `start`.
-    Returns the model, its config and the tap scales that its input was multiplied with.
+    A new run begins with the target's last layers, or with the weights of the checkpoint `start`. Raises RequestError
+    if the folder holds no answers. Returns the model, its config and the tap scales that its input was multiplied with.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    features = load_features(target, folder, (*config.taps, target.num_layers - 1))
     config.save(folder / "training.json")
-    features = load_features(target, folder, (*config.taps, target.num_layers - 1), samples)
     samples = features.samples
     scales = tap_scales(features, len(config.taps) + 1)[:-1]
     scale = np.repeat(np.array(scales, np.float32), target.hidden_size)
