@@ -5,6 +5,7 @@ A new kind is one entry of KINDS and one case of `held`.
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -177,3 +178,31 @@ def held(layer: LayerCache) -> list[mx.array]:
         return [layer.keys[..., end - rows : end, :], layer.values[..., end - rows : end, :]]
     assert isinstance(layer, FullKV)
     return [layer.keys[..., : layer.offset, :], layer.values[..., : layer.offset, :]]
+
+
+class Marks:
+    """A cache in random transactions: what it should hold, and the checkpoints that it can still go back to."""
+
+    def __init__(self, cache: TargetCache, text: Sequence[int]):
+        self.cache, self.text = cache, list(text)
+        self.taken = [(cache.checkpoint(), list(text))]
+        self.longest = self.lost = 0  # the longest text, and the most tokens that a restore took away
+
+    def end(self, rng: random.Random, block: list[int]) -> None:
+        """End the open transaction, which appended `block`, in one way or another."""
+        action = rng.choice(["commit", "commit", "commit", "abort", "mark", "restore"])
+        if action == "abort":
+            self.cache.abort()
+        elif action == "restore":
+            mark, kept = rng.choice(self.taken)
+            self.cache.restore(mark)
+            self.lost = max(self.lost, len(self.text) - len(kept))
+            self.text = list(kept)
+            self.taken = [m for m in self.taken if len(m[1]) <= len(kept)]
+        else:
+            keep = rng.randint(0, len(block))
+            self.cache.commit(keep)
+            self.text += block[:keep]
+            if action == "mark":
+                self.taken.append((self.cache.checkpoint(), list(self.text)))
+        self.longest = max(self.longest, len(self.text))

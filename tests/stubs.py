@@ -1,10 +1,13 @@
 """Stand-ins for a drafter, and the slow ways to what a target says, for tests of targets and caches."""
 
+import threading
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
+
+from mlx_dflash import generate
 
 
 class SeenContext:
@@ -77,3 +80,23 @@ def mlx_lm_greedy(folder, prompt, count):
     steps = list(generate_step(mx.array(prompt), model, max_tokens=count))
     best_two = [mx.sort(logprobs)[-2:] for _, logprobs in steps]
     return [token for token, _ in steps], min((top[1] - top[0]).item() for top in best_two)
+
+
+def assert_width_equals_plain(target, tokenizer, prompt, greedy, width):
+    """With a perfect drafter, one that is never right, and one that is right for a few rows."""
+    for right in (None, 0, 2) if width > 1 else (None,):
+        drafter = StubDrafter(target, truth(prompt, greedy, right))
+        run = generate(target, tokenizer, prompt, draft_model=drafter, block_size=width, max_tokens=len(greedy))
+        assert run.tokens == greedy
+        lengths = run.stats.acceptance_lengths
+        if width > 1:
+            assert set(lengths[:-1]) <= {width if right is None else min(right + 1, width)} and lengths
+
+
+def in_another_thread(call):
+    """What `call` returns when another thread makes it."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]

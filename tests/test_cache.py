@@ -9,7 +9,7 @@ from itertools import product
 
 import mlx.core as mx
 import pytest
-from kinds import KINDS, VOCABULARY, WINDOW, clone, kind
+from kinds import KINDS, VOCABULARY, WINDOW, Marks, clone, kind
 
 from mlx_dflash.cache import STEP, FullKV, TargetCache
 
@@ -129,32 +129,15 @@ def test_random_sequences_of_transactions(cached, seed):
     """Rejects one after another, aborts, checkpoints and restores, across the growth and the moves of buffers."""
     rng = random.Random(seed)
     committed = text(STEP - 3, seed)
-    cache = cached.built(committed)
-    marks = [(cache.checkpoint(), list(committed))]
-    longest, lost = 0, 0
+    marks = Marks(cached.built(committed), committed)
     for step in range(60):
         block = text(rng.randint(1, WINDOW + 2), seed=100 * seed + step)
-        cache.begin()
-        cached.forward(cache, block)
-        action = rng.choice(["commit", "commit", "commit", "abort", "mark", "restore"])
-        if action == "abort":
-            cache.abort()
-        elif action == "restore":
-            mark, kept = rng.choice(marks)
-            cache.restore(mark)
-            lost = max(lost, len(committed) - len(kept))
-            committed = list(kept)
-            marks = [m for m in marks if len(m[1]) <= len(kept)]
-        else:
-            keep = rng.randint(0, len(block))
-            cache.commit(keep)
-            committed += block[:keep]
-            if action == "mark":
-                marks.append((cache.checkpoint(), list(committed)))
-        longest = max(longest, len(committed))
+        marks.cache.begin()
+        cached.forward(marks.cache, block)
+        marks.end(rng, block)
         if step % 15 == 14:
-            cached.assert_equal(cache, cached.built(committed))
-    assert longest > STEP and lost > 0
+            cached.assert_equal(marks.cache, cached.built(marks.text))
+    assert marks.longest > STEP and marks.lost > 0
 
 
 def rows(n):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,7 +9,7 @@ import pytest
 from mlx_dflash.benchmarks.machine import rows_independent
 from mlx_lm.convert import convert
 from mlx_lm.models import muse_glimmer
-from stubs import StubDrafter, greedy_from_scratch, logits_of, mlx_lm_greedy, truth
+from stubs import assert_width_equals_plain, greedy_from_scratch, in_another_thread, logits_of, mlx_lm_greedy
 
 from mlx_dflash import generate, load
 from mlx_dflash.cache import FullKV, QuantizedKV, SlidingKV
@@ -151,11 +150,8 @@ def test_a_folder_quantized_by_mlx_lm_gives_its_tokens(target, tmp_path):
 
 
 def test_the_first_forward_may_come_in_another_thread(target):
-    fresh, found = load(FOLDER)[0], []
-    thread = threading.Thread(target=lambda: found.append(logits_of(fresh, TEXT).tolist()))
-    thread.start()
-    thread.join()
-    assert found == [logits_of(target, TEXT).tolist()]
+    fresh = load(FOLDER)[0]
+    assert in_another_thread(lambda: logits_of(fresh, TEXT).tolist()) == logits_of(target, TEXT).tolist()
 
 
 def test_caches_are_windowed_where_the_config_says(target):
@@ -166,15 +162,8 @@ def test_caches_are_windowed_where_the_config_says(target):
 
 @pytest.mark.parametrize("width", range(1, WINDOW + 3))
 def test_every_width_equals_plain_across_the_window(loaded, greedy, width):
-    """With a perfect drafter, one that is never right, and one that is right for a few rows."""
-    target, tokenizer = loaded
-    for right in (None, 0, 2) if width > 1 else (None,):
-        drafter = StubDrafter(target, truth(PROMPT, greedy, right))
-        run = generate(target, tokenizer, PROMPT, draft_model=drafter, block_size=width, max_tokens=LENGTH)
-        assert run.tokens == greedy
-        lengths = run.stats.acceptance_lengths
-        if width > 1:
-            assert set(lengths[:-1]) <= {width if right is None else min(right + 1, width)} and lengths
+    assert len(greedy) == LENGTH
+    assert_width_equals_plain(*loaded, PROMPT, greedy, width)
 
 
 def test_keys_and_values_of_full_layers_can_be_quantized():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from kinds import Kind
+from kinds import Kind, Marks
 
 from mlx_dflash import load
 from mlx_dflash.cache import DeltaRows, QuantizedKV, RecurrentState, TargetCache, recurrent
@@ -194,34 +194,19 @@ def test_random_sequences_of_transactions(hybrid):
     """Rejects, transactions of two passes, aborts, checkpoints and restores."""
     rng = random.Random(5)
     text = some_ids(5, 4)
-    cache = hybrid.built(text)
-    marks = [(cache.checkpoint(), list(text))]
-    longest = 0
+    marks = Marks(hybrid.built(text), text)
     for step in range(30):
         block = some_ids(rng.randint(1, 8), step)
         cut = rng.randint(0, len(block))
-        cache.begin()
+        marks.cache.begin()
         for part in (block[:cut], block[cut:]):
             if part:
-                hybrid.forward(cache, part)
-        action = rng.choice(["commit", "commit", "commit", "abort", "mark", "restore"])
-        if action == "abort":
-            cache.abort()
-        elif action == "restore":
-            mark, kept = rng.choice(marks)
-            cache.restore(mark)
-            text = list(kept)
-            marks = [m for m in marks if len(m[1]) <= len(kept)]
-        else:
-            keep = rng.randint(0, len(block))
-            cache.commit(keep)
-            text += block[:keep]
-            if action == "mark":
-                marks.append((cache.checkpoint(), list(text)))
-        longest = max(longest, len(text))
+                hybrid.forward(marks.cache, part)
+        marks.end(rng, block)
         if step % 6 == 5:
-            hybrid.assert_equal(cache, hybrid.feed(hybrid.make_cache(), text, rng.choice([None, 1, 3])))
-    assert longest > 25
+            fed = hybrid.feed(hybrid.make_cache(), marks.text, rng.choice([None, 1, 3]))
+            hybrid.assert_equal(marks.cache, fed)
+    assert marks.longest > 25
 
 
 def test_states_beside_quantized_keys_and_values(hybrid):
