@@ -75,11 +75,8 @@ def permute(rows, heads):
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_target(path, family, arch, kind=None):
-    """A golden target as llama.cpp's converter writes it, with a byte-level vocabulary of 300 tokens."""
-    config = json.loads((target_folder(family) / "config.json").read_text())
-    config |= config.get("text_config") or {}
-    weights = {k: np.array(v) for k, v in mx.load(str(target_folder(family) / "model.safetensors")).items()}
+def begin(path, arch, config, rope_theta):
+    """A writer that knows what all architectures say of a model's shape."""
     w = gguf.GGUFWriter(str(path), arch)
     w.add_block_count(config["num_hidden_layers"])
     w.add_context_length(256)
@@ -89,7 +86,16 @@ def write_target(path, family, arch, kind=None):
     w.add_head_count_kv(config["num_key_value_heads"])
     w.add_key_length(config["head_dim"])
     w.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    w.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    w.add_rope_freq_base(rope_theta)
+    return w
+
+
+def write_target(path, family, arch, kind=None):
+    """A golden target as llama.cpp's converter writes it, with a byte-level vocabulary of 300 tokens."""
+    config = json.loads((target_folder(family) / "config.json").read_text())
+    config |= config.get("text_config") or {}
+    weights = {k: np.array(v) for k, v in mx.load(str(target_folder(family) / "model.safetensors")).items()}
+    w = begin(path, arch, config, (config.get("rope_parameters") or config)["rope_theta"])
     if arch == "muse-glimmer":
         w.add_sliding_window(config["sliding_window"])
         w.add_array(
@@ -213,16 +219,7 @@ def write_drafter(path, family, fork):
     config = json.loads((draft_folder(family) / "config.json").read_text())
     arch = "dflash-draft" if fork else "dflash"
     layout = read_layout(config, "config.json")
-    w = gguf.GGUFWriter(str(path), arch)
-    w.add_block_count(config["num_hidden_layers"])
-    w.add_context_length(256)
-    w.add_embedding_length(config["hidden_size"])
-    w.add_feed_forward_length(config["intermediate_size"])
-    w.add_head_count(config["num_attention_heads"])
-    w.add_head_count_kv(config["num_key_value_heads"])
-    w.add_key_length(config["head_dim"])
-    w.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    w.add_rope_freq_base(layout.config.rope_theta)
+    w = begin(path, arch, config, layout.config.rope_theta)
     w.add_uint32(f"{arch}.vocab_size", 300)
     taps, mask = list(layout.config.target_layer_ids), layout.config.mask_token_id
     if fork:
