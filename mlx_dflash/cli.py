@@ -74,7 +74,12 @@ def build_parser() -> Parser:
         default=None,
         help="model folder or Hugging Face name (default: the demo pair)",
     )
-    add("--draft-model", default=None, help="drafter folder or Hugging Face name (default: the model's known one)")
+    add(
+        "--draft-model",
+        default=None,
+        help="drafter folder or Hugging Face name; lookup: from the text itself (default: the model's known one)",
+    )
+    add("--no-lookup", action="store_true", help="never draft from the text itself beside the drafter")
     add("--revision", default=None, help="branch, tag or commit of --model on the hub (default: what is cached)")
     add("--draft-revision", default=None, help="the same of --draft-model")
     add("--memory", action="store_true", help="print the memory that the pair needs, and load nothing")
@@ -162,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
         "kv_bits": args.kv_bits,
         "kv_group_size": args.kv_group_size,
         "profile": args.profile,
+        "lookup": False if args.no_lookup else None,
         "prefill_step_size": args.prefill_step_size,
     }
     if thinking is not None:
