@@ -23,8 +23,8 @@ from mlx_dflash import load, load_drafter
 from mlx_dflash.accept import Choice, Drawn, Sampler, Sampling, gumbel
 from mlx_dflash.decode import Decoder, State
 from mlx_dflash.stats import Observer
-from mlx_dflash.width import fixed
 from mlx_dflash.training.prompts import held_out_prompts
+from mlx_dflash.width import fixed
 
 
 class Rejection(Sampler):

@@ -6,6 +6,7 @@ of every fixed width on such texts: the best of them was chosen in hindsight.
 """
 
 import argparse
+import itertools
 import math
 import random
 import statistics
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from mlx_dflash.benchmarks.output import write_result
 from mlx_dflash.benchmarks.plain import bootstrap
+
 from mlx_dflash.costs import DRAFTER, Costs, Curve
 from mlx_dflash.width import Controller
 
@@ -30,7 +32,7 @@ def through(points: dict[int, float]) -> Cost:
     known = sorted(points)
 
     def cost(rows: int) -> float:
-        a, b = next(((a, b) for a, b in zip(known, known[1:], strict=False) if rows <= b), tuple(known[-2:]))
+        a, b = next(((a, b) for a, b in itertools.pairwise(known) if rows <= b), tuple(known[-2:]))
         return points[a] + (points[b] - points[a]) * (rows - a) / (b - a)
 
     return cost

@@ -139,6 +139,8 @@ def stream_generate(
     seed: int | None = None,
     sampling_defaults: str | None = None,
     thinking: bool | None = None,
+    draft_window: int | None = None,
+    draft_sink: int = 0,
     proposals: str | None = None,
     draft_temp: float | None = None,
     stop: str | int | Sequence[str | int] | None = None,
@@ -169,7 +171,8 @@ def stream_generate(
     model's file). seed None draws a fresh one. All values in force and their origins are in `stats.sampling`.
     logits_processors: pure functions of (tokens, logits (1, vocab)), as in mlx-lm. thinking: on or off in the chat
     template; None leaves it to the template, but off with a drafter known to be trained without. proposals: "argmax" or
-    "coupled" drafts (at draft_temp; None: temp); they change the speed, never the tokens.
+    "coupled" drafts (at draft_temp; None: temp); they change the speed, never the tokens. draft_window: the last rows
+    of context that a drafter without a window of its own sees, draft_sink the first ones that it sees besides.
 
     Raises, before anything runs, RequestError for a bad option and UnsupportedError for one of mlx-lm's that this
     version or this model does not have.
@@ -186,6 +189,7 @@ def stream_generate(
         raise RequestError("coupled proposals need a draft model; give one, or drop proposals")
     check_kv_quantization(kv_bits, kv_group_size)
     check_block_size(block_size, draft_model)
+    check_draft_window(draft_window, draft_sink, draft_model)
     from_text = draft_model if isinstance(draft_model, Lookup) else None
     drafter = None if isinstance(draft_model, Lookup) or block_size == 1 else draft_model
     if drafter is not None and (lookup or (lookup is None and block_size == "auto")):
@@ -219,6 +223,7 @@ def stream_generate(
     if max(ids) >= model.vocab_size or min(ids) < 0:
         raise RequestError(f"the prompt has token ids outside the model's table of {model.vocab_size} rows")
 
+    window = {} if draft_window is None else {"window": draft_window, "sink": draft_sink}
     controller = None
     if block_size == "auto" and (drafter or from_text):
         controller = Controller(calibrate.costs_of(model, drafter, from_text))
@@ -229,7 +234,7 @@ def stream_generate(
         observer.stats.sampling["thinking"] = thinking
         observer.stats.sampling["from"]["thinking"] = decider
     text = TextStream(tokenizer, stop, interrupted)
-    context = drafter.make_context() if drafter is not None else None
+    context = drafter.make_context(**window) if drafter is not None else None
     state = State(ids, model.make_cache(kv_bits, kv_group_size), context)
     width = fixed(block_size) if isinstance(block_size, int) else fixed(1) if controller is None else controller.choose
     history = None if from_text is None else History(state.tokens)
@@ -313,6 +318,17 @@ def thinking_option(tokenizer: TokenizerWrapper, thinking: bool) -> dict[str, bo
     if not has_thinking_switch(tokenizer):
         raise RequestError("the chat template has no enable_thinking switch; drop thinking")
     return {"enable_thinking": thinking}
+
+
+def check_draft_window(window: int | None, sink: int, draft_model: DFlashDrafter | Lookup | None) -> None:
+    if window is None and sink == 0:
+        return
+    if draft_model is None or isinstance(draft_model, Lookup):
+        raise RequestError("draft_window needs a draft model; give one, or drop draft_window and draft_sink")
+    if window is None or not is_whole(window) or window < 1:
+        raise RequestError(f"draft_window must be 1 or more tokens, not {window}")
+    if not is_whole(sink) or sink < 0:
+        raise RequestError(f"draft_sink must be 0 or more tokens, not {sink}")
 
 
 def check_kv_quantization(kv_bits: int | None, kv_group_size: int | None) -> None:

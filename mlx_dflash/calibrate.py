@@ -94,7 +94,10 @@ def measure(target: Target, drafter: DFlashDrafter | None, lookup: Lookup | None
     stamps = [time.perf_counter() for _ in decoder.run(PLAIN_ROUNDS)]
     plain = statistics.median(b - a for a, b in pairwise(stamps))
 
-    most = {DRAFTER: 0 if drafter is None else drafter.block_size, Lookup.name: 0 if lookup is None else lookup.block_size}
+    most = {
+        DRAFTER: 0 if drafter is None else drafter.block_size,
+        Lookup.name: 0 if lookup is None else lookup.block_size,
+    }
     kinds = [(source, rows) for source, block in most.items() for rows in order(block)]
     kinds.sort(key=lambda kind: order(most[kind[0]]).index(kind[1]))
     times: dict[Kind, list[float]] = {}

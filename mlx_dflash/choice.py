@@ -52,7 +52,9 @@ def show_memory(args: argparse.Namespace) -> int:
         target = open_target(folder)
         target.asked_for = name
         known = name == "demo" or registry.pair_of(name, folder) is not None
-        wanted = None if args.plain or args.draft_model == Lookup.name else args.draft_model or ("auto" if known else None)
+        wanted = (
+            None if args.plain or args.draft_model == Lookup.name else args.draft_model or ("auto" if known else None)
+        )
         drafter = None if wanted is None else open_drafter(drafter_folder(wanted, target, args.draft_revision), target)
         found = memory.estimate(target, drafter, context, args.prefill_step_size, args.kv_bits, args.kv_group_size)
     print("\n".join(found.lines()))

@@ -42,7 +42,9 @@ def sampling_line(stats: Stats) -> str:
     return "sampling | " + " | ".join(f"{origin}: {', '.join(values)}" for origin, values in groups.items())
 
 
-def remarks(model: Target, drafter: DFlashDrafter | Lookup | None, stats: Stats, asked_to_think: bool | None) -> list[str]:
+def remarks(
+    model: Target, drafter: DFlashDrafter | Lookup | None, stats: Stats, asked_to_think: bool | None
+) -> list[str]:
     """What a user should know of this pair and request, from the facts that model cards state."""
     out = []
     facts = None if drafter is None else drafter_facts(drafter.name)

@@ -14,7 +14,9 @@ import mlx.core as mx
 from .costs import DRAFTER, Kind
 
 AWAY = 0.1  # share of a round's time beyond which its taker's own time makes the clock useless
-Learn = Callable[[Kind, int, float | None, int], None]  # a round's kind, tokens, seconds if they mean something, context
+Learn = Callable[
+    [Kind, int, float | None, int], None
+]  # a round's kind, tokens, seconds if they mean something, context
 
 
 @dataclass

@@ -135,8 +135,15 @@ class Controller:
         """Plain decoding is worth most: may this round try drafts all the same?"""
         source, rows = kind
         plain = self.costs.seconds(PLAIN, 1, context)
-        loss = self.costs.seconds(cost_of(source), rows, context) - plain * self.acceptance.get(source, NOTHING).expected(rows)[-1]
-        hopeless = all(hoped(n) * plain < self.costs.seconds(cost_of(s), n, context) for s, m in offers.items() for n in range(2, m + 1))
+        loss = (
+            self.costs.seconds(cost_of(source), rows, context)
+            - plain * self.acceptance.get(source, NOTHING).expected(rows)[-1]
+        )
+        hopeless = all(
+            hoped(n) * plain < self.costs.seconds(cost_of(s), n, context)
+            for s, m in offers.items()
+            for n in range(2, m + 1)
+        )
         gap = HOPELESS_GAP if hopeless else self.gap
         return self.plain_since >= gap and self.lost + max(loss, 0.0) <= self.allowance(plain)
 
@@ -176,7 +183,6 @@ class Controller:
             self.plain_since = 0
         self.current = kind
 
-
     def why(self, context: int) -> str:
         """One line: the widths taken, and what decided."""
         drafted = sum(n for kind, n in self.taken.items() if kind != PLAIN_ROUND)
@@ -207,6 +213,8 @@ def cost_of(source: str) -> str:
 
 def hoped(rows: int) -> float:
     return sum(HOPE**k for k in range(rows))
+
+
 def fixed(rows: int) -> Width:
     """Always `rows` rows, or as many as the first source that offers drafts can fill."""
 

@@ -286,7 +286,10 @@ def test_two_drafters_on_one_target_keep_their_own_taps(pair, prompt, plain):
     other.config = type(other.config)(**{**vars(other.config), "target_layer_ids": (0, 2, 7)})
     alone = generate(target, tokenizer, prompt, draft_model=drafter, block_size=5, max_tokens=LENGTH).stats
     alone = alone.acceptance_lengths
-    runs = [stream_generate(target, tokenizer, prompt, draft_model=d, block_size=5, max_tokens=LENGTH) for d in (drafter, other)]
+    runs = [
+        stream_generate(target, tokenizer, prompt, draft_model=d, block_size=5, max_tokens=LENGTH)
+        for d in (drafter, other)
+    ]
     tokens = [[], []]
     last = [None, None]
     for responses in zip(*runs, strict=True):

@@ -4,9 +4,9 @@ import math
 import random
 
 import pytest
+from mlx_dflash.benchmarks.width import MACHINES, case
 
 from mlx_dflash import costs, generate, load, load_drafter
-from mlx_dflash.benchmarks.width import MACHINES, TEXTS, case
 from mlx_dflash.costs import DRAFTER, PLAIN, PLAIN_ROUND, Costs, Curve
 from mlx_dflash.width import Acceptance, Controller
 from tests.tiny import GOLDEN
@@ -112,13 +112,13 @@ def test_where_even_the_best_text_could_not_win_it_hardly_tries():
 
 
 def test_it_begins_with_five_rows_or_the_trained_block():
-    flat = {n: 1.1 for n in range(2, 17)}
+    flat = dict.fromkeys(range(2, 17), 1.1)
     for block, rows in ((16, 5), (8, 5), (4, 4)):
         assert Controller(Costs({0: Curve(1.0, {DRAFTER: flat})})).choose({DRAFTER: block}) == (DRAFTER, rows)
 
 
 def test_it_takes_the_source_that_is_worth_more():
-    curves = {source: {n: 1.2 for n in range(2, 9)} for source in (DRAFTER, "lookup")}
+    curves = {source: dict.fromkeys(range(2, 9), 1.2) for source in (DRAFTER, "lookup")}
     auto = Controller(Costs({0: Curve(1.0, curves)}))
     for at in range(60):
         kind = auto.choose({DRAFTER: 8, "lookup/4": 8}, at)
