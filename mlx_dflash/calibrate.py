@@ -12,6 +12,7 @@ import platform
 import random
 import statistics
 import time
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def key(target: Target, drafter: DFlashDrafter | None) -> str:
     device = mx.device_info() if mx.metal.is_available() else {}
     facts = {
         "machine": [platform.machine(), device.get("device_name", platform.processor()), str(mx.default_device())],
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
         "target": [target.config, target.name],
         "drafter": None if drafter is None else [getattr(drafter, "name", ""), repr(getattr(drafter, "config", None))],
     }

@@ -50,7 +50,7 @@ class Costs:
     base: Curve | None = None  # what the corrections are of
 
     def curve(self, context: int) -> Curve:
-        """The curve of this context's bucket, else the nearest below it, else the lowest; a change drops corrections."""
+        """The curve of this bucket, else the nearest below it, else the lowest; a change drops corrections."""
         wanted = bucket(context)
         curve = self.curves[max((b for b in self.curves if b <= wanted), default=min(self.curves))]
         if curve is not self.base:

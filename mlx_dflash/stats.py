@@ -14,22 +14,22 @@ import mlx.core as mx
 from .costs import DRAFTER, Kind
 
 AWAY = 0.1  # share of a round's time beyond which its taker's own time makes the clock useless
-Learn = Callable[
-    [Kind, int, float | None, int], None
-]  # a round's kind, tokens, seconds if they mean something, context
+# Told of every round: its kind, its tokens, its seconds if they mean something, the tokens of context.
+Learn = Callable[[Kind, int, float | None, int], None]
 
 
 @dataclass
 class Stats:
     """Times in seconds, speeds in tokens a second, memory in bytes.
 
-    mode: 'dflash' if the drafter drafted, 'lookup' if only the text itself did, else 'plain'. timing: 'fused' (rounds timed whole; draft_time, verify_time and
-    host_time are None) or 'profiled' (work evaluated between draft and verify, which slows the run).
-    acceptance_lengths: tokens committed by each round that drafted. accepted_by_position: how often draft i was kept.
-    block_sizes: rows verified -> rounds, the plain ones under 1. width_reason: why "auto" took them. lookup_rounds: those
-    of `rounds` whose drafts came from the text itself. redraws: rounds whose filters kept more tokens than
-    the candidates first looked at, drawn and read once more. generation_tps: tokens after the first over the time after
-    the first. ttft: from the request to the first token. sampling: every setting in force; under "from", its origin.
+    mode: 'dflash' if the drafter drafted, 'lookup' if only the text itself did, else 'plain'. timing: 'fused' (rounds
+    timed whole; draft_time, verify_time and host_time are None) or 'profiled' (work evaluated between draft and verify,
+    which slows the run). acceptance_lengths: tokens committed by each round that drafted. accepted_by_position: how
+    often draft i was kept. block_sizes: rows verified -> rounds, the plain ones under 1. width_reason: why "auto" took
+    them. lookup_rounds: those of `rounds` whose drafts came from the text itself. redraws: rounds whose filters kept
+    more tokens than the candidates first looked at, drawn and read once more. generation_tps: tokens after the first
+    over the time after the first. ttft: from the request to the first token. sampling: every setting in force; under
+    "from", its origin.
     """
 
     mode: str = "plain"

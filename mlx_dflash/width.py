@@ -159,7 +159,7 @@ class Controller:
         return min(near, key=lambda k: self.last_run.get(k, -1), default=best)
 
     def observe(self, kind: Kind, tokens: int, seconds: float | None, context: int = 0) -> None:
-        """A round's outcome: the tokens it committed, all cut off ones included, and its time; None if that says little."""
+        """A round's outcome: the tokens it committed, those cut off included, and its time; None: unknown."""
         source, rows = kind
         before = self.costs.seconds(PLAIN, 1, context)
         caught_up = rows > 1 and source == DRAFTER and self.plain_since > CATCH_UP  # features waited to be projected

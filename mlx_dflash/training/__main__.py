@@ -14,7 +14,7 @@ from typing import Any
 
 from ..api import load, load_drafter
 from ..checkpoint import load_arrays
-from ..drafters.dflash import DFlashModel
+from ..drafters.dflash import DFlashDrafter, DFlashModel
 from ..errors import DFlashError
 from .config import TrainingConfig, load_config
 from .data import generate_answers, load_answers, load_features, tap_scales
@@ -112,6 +112,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     """Prints and stores the results, and writes the drafter's model card from them."""
     target, tokenizer = load(args.model)
     drafter = load_drafter(args.drafter, target)
+    assert isinstance(drafter, DFlashDrafter)
     prompts = held_out_prompts(args.per_class)
     results = {
         str(size): evaluate(target, tokenizer, drafter, prompts, size, args.max_tokens, report=log)
