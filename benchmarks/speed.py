@@ -23,11 +23,13 @@ COPY_EDIT = (
     "twelve million euros and open to traffic in three years. Cyclists will get a lane of their own.",
     "Repeat this code exactly as it is:\n```python\ndef mean(values):\n    total = 0\n    for value in values:\n"
     "        total += value\n    return total / len(values)\n\n\ndef spread(values):\n    middle = mean(values)\n"
-    "    total = 0\n    for value in values:\n        total += (value - middle) ** 2\n    return total / len(values)\n```",
+    "    total = 0\n    for value in values:\n        total += (value - middle) ** 2\n"
+    "    return total / len(values)\n```",
     "Copy this list without any change:\n1. Wash the vegetables in cold water.\n2. Cut the carrots into thin slices.\n"
-    "3. Fry the onions in butter until they are brown.\n4. Add the carrots and a glass of water.\n5. Cook for ten minutes.",
-    "Say this text again, unchanged: My grandmother kept bees in the garden behind the house. Every summer we helped her "
-    "to take the honey from the hives. She wore no gloves, and the bees never stung her.",
+    "3. Fry the onions in butter until they are brown.\n4. Add the carrots and a glass of water.\n"
+    "5. Cook for ten minutes.",
+    "Say this text again, unchanged: My grandmother kept bees in the garden behind the house. Every summer we helped "
+    "her to take the honey from the hives. She wore no gloves, and the bees never stung her.",
 )
 
 
