@@ -42,7 +42,8 @@ def main() -> None:
     add("--per-class", type=int, default=3, help="prompts of each task class")
     add("--max-tokens", type=int, default=96)
     add("--output", type=Path, default=None)
-    write_result(run(parser.parse_args()), parser.parse_args().output)
+    args = parser.parse_args()
+    write_result(run(args), args.output)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
