@@ -22,8 +22,10 @@ from mlx_dflash.benchmarks.output import write_result
 from mlx_dflash import load, load_drafter
 from mlx_dflash.accept import Choice, Drawn, Sampler, Sampling, gumbel
 from mlx_dflash.decode import Decoder, State
+from mlx_dflash.drafters import DFlashDrafter
 from mlx_dflash.stats import Observer
 from mlx_dflash.training.prompts import held_out_prompts
+from mlx_dflash.width import fixed
 
 
 class Rejection(Sampler):
@@ -88,6 +90,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     target, tokenizer = load(args.model)
     drafter = load_drafter(args.draft_model, target)
+    assert isinstance(drafter, DFlashDrafter)
     pool = held_out_prompts()
     prompts = [pool[i * len(pool) // args.prompts][1] for i in range(args.prompts)]
     arms = ["argmax", *(f"coupled x{scale:g}" for scale in args.draft_temps), "rejection"]
@@ -112,7 +115,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     def cut(tokens: list[int], ends: set[int] = ends) -> int | None:
                         return next((i for i, t in enumerate(tokens, 1) if t in ends), None)
 
-                    decoder = Decoder(target, drafter, state, lambda: args.block_size, sampler, cut, observer)
+                    decoder = Decoder(target, drafter, state, fixed(args.block_size), sampler, cut, observer)
                     texts[arm] = [e.token for e in decoder.run(args.max_tokens)]
                     stats = observer.finish()
                     counts.setdefault((temp, arm), []).append((sum(stats.acceptance_lengths), stats.rounds))

@@ -4,6 +4,7 @@ Ties names, text, sampling, the loop and its stats together; holds no algorithm 
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,17 +14,18 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from . import hub, memory, registry
+from . import calibrate, hub, memory, registry
 from .decode import Decoder, State
 from .drafters import DFlashDrafter, evaluate_drafter, open_drafter
 from .errors import RequestError
 from .facts import decide_thinking, has_thinking_switch
+from .lookup import History, Lookup
 from .processors import LogitsProcessor, is_whole
 from .settings import refuse_option, resolve
 from .stats import Observer, Profiler, Stats
 from .targets import Target, evaluate, open_target
 from .text import TextStream, encode_prompt
-from .width import make_width
+from .width import Controller, check_block_size, fixed
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 Progress = Callable[[int, int], None]  # prompt tokens done, prompt tokens in all
@@ -83,12 +85,15 @@ def load(path_or_name: str | Path = "demo", revision: str | None = None) -> tupl
     return target, evaluate(target, folder)
 
 
-def load_drafter(path_or_name: str | Path, model: Target, revision: str | None = None) -> DFlashDrafter:
+def load_drafter(path_or_name: str | Path, model: Target, revision: str | None = None) -> DFlashDrafter | Lookup:
     """Load a drafter, a local folder, a Hugging Face name, "demo" or "auto", and bind it to `model`.
 
+    "lookup" loads nothing: drafts are what followed the last tokens where they stood before in the text.
     "auto" is the drafter that the registry knows for the target that `load` loaded, at its pinned revision. Raises
     CheckpointError, UnsupportedError, RequestError where "auto" finds none, or PairError where it does not fit.
     """
+    if path_or_name == Lookup.name:
+        return Lookup(model)
     folder = drafter_folder(path_or_name, model, revision)
     drafter = open_drafter(folder, model)
     memory.warn(memory.estimate(model, drafter), f"{model.asked_for or 'this model'} with {path_or_name}")
@@ -116,7 +121,7 @@ def stream_generate(
     tokenizer: TokenizerWrapper,
     prompt: Prompt,
     *,
-    draft_model: DFlashDrafter | None = None,
+    draft_model: DFlashDrafter | Lookup | None = None,
     max_tokens: int = 256,
     temp: float | None = None,
     top_p: float | None = None,
@@ -134,10 +139,13 @@ def stream_generate(
     seed: int | None = None,
     sampling_defaults: str | None = None,
     thinking: bool | None = None,
+    draft_window: int | None = None,
+    draft_sink: int = 0,
     proposals: str | None = None,
     draft_temp: float | None = None,
     stop: str | int | Sequence[str | int] | None = None,
     block_size: int | str = "auto",
+    lookup: bool | None = None,
     logprobs: bool = False,
     top_logprobs: int = 0,
     kv_bits: int | None = None,
@@ -150,7 +158,9 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Generate from a prompt (text as is, token ids, or chat messages), one response a token.
 
-    draft_model None decodes plainly. block_size: rows verified in a round, anchor included (1 = plain), or "auto".
+    draft_model None decodes plainly. block_size: rows verified in a round, anchor included (1 = plain), or "auto": what
+    is measured to be fastest, round by round, plain decoding included. lookup: may a round take its drafts from the
+    text itself, beside the drafter; None: yes with "auto".
     max_tokens -1 means no limit. stop: strings or token ids, beside the model's own stop ids. interrupted: asked after
     every round; True ends the text there. kv_bits (4 or 8) quantizes the keys and values of full attention from the
     first token on, in groups of kv_group_size (64 or 32; None: the larger that fits). profile times draft and verify
@@ -161,7 +171,8 @@ def stream_generate(
     model's file). seed None draws a fresh one. All values in force and their origins are in `stats.sampling`.
     logits_processors: pure functions of (tokens, logits (1, vocab)), as in mlx-lm. thinking: on or off in the chat
     template; None leaves it to the template, but off with a drafter known to be trained without. proposals: "argmax" or
-    "coupled" drafts (at draft_temp; None: temp); they change the speed, never the tokens.
+    "coupled" drafts (at draft_temp; None: temp); they change the speed, never the tokens. draft_window: the last rows
+    of context that a drafter without a window of its own sees, draft_sink the first ones that it sees besides.
 
     Raises, before anything runs, RequestError for a bad option and UnsupportedError for one of mlx-lm's that this
     version or this model does not have.
@@ -177,11 +188,16 @@ def stream_generate(
     if proposals == "coupled" and draft_model is None:
         raise RequestError("coupled proposals need a draft model; give one, or drop proposals")
     check_kv_quantization(kv_bits, kv_group_size)
-    width = make_width(block_size, draft_model)
+    check_block_size(block_size, draft_model)
+    check_draft_window(draft_window, draft_sink, draft_model)
+    from_text = draft_model if isinstance(draft_model, Lookup) else None
+    drafter = None if isinstance(draft_model, Lookup) or block_size == 1 else draft_model
+    if drafter is not None and (lookup or (lookup is None and block_size == "auto")):
+        from_text = Lookup(model)
     if block_size == 1:
-        draft_model = None
+        from_text = None
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)
-    drafter_name = getattr(draft_model, "name", None) if chat else None
+    drafter_name = getattr(drafter, "name", None) if chat else None
     thinking, decider = decide_thinking(thinking, tokenizer, drafter_name)
     given = {
         "temp": temp,
@@ -207,17 +223,24 @@ def stream_generate(
     if max(ids) >= model.vocab_size or min(ids) < 0:
         raise RequestError(f"the prompt has token ids outside the model's table of {model.vocab_size} rows")
 
-    observer = (Profiler if profile else Observer)(prompt_progress_callback)
+    window = {} if draft_window is None else {"window": draft_window, "sink": draft_sink}
+    controller = None
+    if block_size == "auto" and (drafter or from_text):
+        controller = Controller(calibrate.costs_of(model, drafter, from_text))
+    learn = None if controller is None else controller.observe
+    observer = (Profiler if profile else Observer)(prompt_progress_callback, learn)
     observer.stats.sampling = settings.report(sampler)
     if thinking is not None:
         observer.stats.sampling["thinking"] = thinking
         observer.stats.sampling["from"]["thinking"] = decider
     text = TextStream(tokenizer, stop, interrupted)
-    context = draft_model.make_context() if draft_model is not None else None
+    context = drafter.make_context(**window) if drafter is not None else None
     state = State(ids, model.make_cache(kv_bits, kv_group_size), context)
-    decoder = Decoder(model, draft_model, state, width, sampler, text.cut, observer)
+    width = fixed(block_size) if isinstance(block_size, int) else fixed(1) if controller is None else controller.choose
+    history = None if from_text is None else History(state.tokens)
+    decoder = Decoder(model, drafter, state, width, sampler, text.cut, observer, history)
     limit = max_tokens if max_tokens > 0 else 2**62
-    return respond(decoder, text, observer, limit, prefill_step_size)
+    return respond(decoder, text, observer, limit, prefill_step_size, controller)
 
 
 def generate(model: Target, tokenizer: TokenizerWrapper, prompt: Prompt, **options: Any) -> GenerationResult:
@@ -241,7 +264,12 @@ def collect(stream: Iterable[GenerationResponse]) -> GenerationResult:
 
 
 def respond(
-    decoder: Decoder, text: TextStream, observer: Observer, max_tokens: int, prefill_step: int
+    decoder: Decoder,
+    text: TextStream,
+    observer: Observer,
+    max_tokens: int,
+    prefill_step: int,
+    controller: Controller | None,
 ) -> Iterator[GenerationResponse]:
     stats = observer.stats
     with wired_limit(), contextlib.closing(decoder.run(max_tokens, prefill_step)) as run:
@@ -263,9 +291,14 @@ def respond(
                 response.text = "".join(text.segments)
                 response.finish_reason = text.finish_reason
                 response.stats = observer.finish()
+                if controller is not None:
+                    stats.width_reason = controller.why(decoder.state.cache.length)
+                    calibrate.remember(decoder.target, decoder.drafter, decoder.state.cache.length)
             else:
                 response.text = text.segments.popleft()
+            left = time.perf_counter()
             yield response
+            observer.away += time.perf_counter() - left
 
 
 @contextlib.contextmanager
@@ -285,6 +318,17 @@ def thinking_option(tokenizer: TokenizerWrapper, thinking: bool) -> dict[str, bo
     if not has_thinking_switch(tokenizer):
         raise RequestError("the chat template has no enable_thinking switch; drop thinking")
     return {"enable_thinking": thinking}
+
+
+def check_draft_window(window: int | None, sink: int, draft_model: DFlashDrafter | Lookup | None) -> None:
+    if window is None and sink == 0:
+        return
+    if draft_model is None or isinstance(draft_model, Lookup):
+        raise RequestError("draft_window needs a draft model; give one, or drop draft_window and draft_sink")
+    if window is None or not is_whole(window) or window < 1:
+        raise RequestError(f"draft_window must be 1 or more tokens, not {window}")
+    if not is_whole(sink) or sink < 0:
+        raise RequestError(f"draft_sink must be 0 or more tokens, not {sink}")
 
 
 def check_kv_quantization(kv_bits: int | None, kv_group_size: int | None) -> None:

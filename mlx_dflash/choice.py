@@ -9,16 +9,19 @@ from .download import find_cached, size_text
 from .drafters import DFlashDrafter, open_drafter
 from .errors import RequestError
 from .hub import target_folder
+from .lookup import Lookup
 from .pair import is_pair
 from .targets import Target, open_target
 
 
-def choose_drafter(args: argparse.Namespace, model: Target) -> tuple[DFlashDrafter | None, str]:
+def choose_drafter(args: argparse.Namespace, model: Target) -> tuple[DFlashDrafter | Lookup | None, str]:
     """The drafter to use and a line that names the pair."""
     name = args.model or "demo (SmolLM2-135M-Instruct)"
     if args.plain:
         return None, f"{name}, no drafter (--plain)"
     wanted = args.draft_model
+    if wanted == Lookup.name:
+        return load_drafter(wanted, model), f"{name}, drafts from the text itself (lookup)"
     if wanted in (None, "auto") and args.model in (None, "demo"):
         return load_drafter("demo", model), f"{name} + drafter demo{recommendation()}"
     if wanted in (None, "auto") and is_pair(Path(name).expanduser()):
@@ -30,7 +33,10 @@ def choose_drafter(args: argparse.Namespace, model: Target) -> tuple[DFlashDraft
     if wanted is None:
         if args.num_draft_tokens or args.block_size not in (None, 1, "auto"):
             raise RequestError(f"no drafter is known for {name}; give its folder or hub name with --draft-model")
-        return None, f"{name}, plain decoding: no drafter is known for it; give one with --draft-model"
+        return None, (
+            f"{name}, plain decoding: no drafter is known for it; give one with --draft-model "
+            "(lookup drafts from the text itself)"
+        )
     return load_drafter(wanted, model, args.draft_revision), f"{name} + drafter {wanted}"
 
 
@@ -46,7 +52,9 @@ def show_memory(args: argparse.Namespace) -> int:
         target = open_target(folder)
         target.asked_for = name
         known = name == "demo" or registry.pair_of(name, folder) is not None
-        wanted = None if args.plain else args.draft_model or ("auto" if known else None)
+        wanted = (
+            None if args.plain or args.draft_model == Lookup.name else args.draft_model or ("auto" if known else None)
+        )
         drafter = None if wanted is None else open_drafter(drafter_folder(wanted, target, args.draft_revision), target)
         found = memory.estimate(target, drafter, context, args.prefill_step_size, args.kv_bits, args.kv_group_size)
     print("\n".join(found.lines()))

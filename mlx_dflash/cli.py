@@ -74,7 +74,16 @@ def build_parser() -> Parser:
         default=None,
         help="model folder or Hugging Face name (default: the demo pair)",
     )
-    add("--draft-model", default=None, help="drafter folder or Hugging Face name (default: the model's known one)")
+    add(
+        "--draft-model",
+        default=None,
+        help="drafter folder or Hugging Face name; lookup: from the text itself (default: the model's known one)",
+    )
+    add("--draft-window", type=int, default=None, metavar="N", help="last tokens that a drafter without a window sees")
+    add(
+        "--draft-sink", type=int, default=0, metavar="M", help="first tokens that it sees besides (with --draft-window)"
+    )
+    add("--no-lookup", action="store_true", help="never draft from the text itself beside the drafter")
     add("--revision", default=None, help="branch, tag or commit of --model on the hub (default: what is cached)")
     add("--draft-revision", default=None, help="the same of --draft-model")
     add("--memory", action="store_true", help="print the memory that the pair needs, and load nothing")
@@ -169,7 +178,14 @@ def run(args: argparse.Namespace) -> int:
     ids = template(tokenizer, prompt, args, extra)
     with Interrupt() as interrupt:
         options |= {"interrupted": interrupt.asked, "prompt_progress_callback": interrupt.check}
-        stream = stream_generate(model, tokenizer, ids, draft_model=drafter, block_size=block_size, **options)
+        drafting = {
+            "lookup": False if args.no_lookup else None,
+            "draft_window": args.draft_window,
+            "draft_sink": args.draft_sink,
+        }
+        stream = stream_generate(
+            model, tokenizer, ids, draft_model=drafter, block_size=block_size, **options, **drafting
+        )
         result = show(stream, quiet=args.json)
         if thinking is not None:
             result.stats.sampling["from"]["thinking"] = decider

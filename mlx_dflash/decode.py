@@ -5,18 +5,21 @@ one thing always holds: `state.tokens` is all that was given and emitted, and th
 token, the next round's *anchor*. Plain decoding is the same loop with rounds of one row.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from .accept import Drawn, Outcome, Sampler, Score
 from .cache import TargetCache
+from .costs import DRAFTER, PLAIN_ROUND, Kind
 from .drafters import DFlashDrafter, DraftContext
+from .lookup import History
 from .stats import Observer
 from .targets import Target
 
 Cut = Callable[[list[int]], int | None]  # a round's tokens -> how many to keep, the stop included; None: no stop
+Width = Callable[[Mapping[str, int], int], Kind]  # most rows by who offers drafts, tokens of context -> the next round
 
 
 @dataclass
@@ -35,7 +38,7 @@ class State:
 class Round:
     """A verify pass in flight."""
 
-    rows: int
+    kind: Kind
     drafts: mx.array | None  # (rows - 1,); None in a round of one row
     drawn: Drawn  # the target's token after every row
     outcome: mx.array  # accepted drafts, draws and what else was asked for, packed: the one thing the host reads
@@ -52,15 +55,16 @@ class Emitted:
 
 @dataclass
 class Decoder:
-    """Goes on from a State. width: asked before a round is launched, returns the rows to verify."""
+    """Goes on from a State. width: asked before a round is launched. history: of the state's tokens, for lookup."""
 
     target: Target
     drafter: DFlashDrafter | None
     state: State
-    width: Callable[[], int]
+    width: Width
     sampler: Sampler
     cut: Cut
     observer: Observer
+    history: History | None = None
 
     def run(self, max_tokens: int, prefill_step: int = 2048) -> Generator[Emitted, None, None]:
         """Yield tokens one by one until `cut` finds a stop or `max_tokens` are out.
@@ -72,14 +76,14 @@ class Decoder:
         unread: Round | None = None  # committed, but its token not yet in state.tokens
         try:
             self.prefill(prefill_step)
-            flight = self.launch(mx.array(state.tokens[-1:], mx.uint32), 1)
+            flight = self.launch(mx.array(state.tokens[-1:], mx.uint32), PLAIN_ROUND)
             while True:
                 # A round of one row has one outcome, so the next one need not wait for the host to read it.
-                ahead, rows = None, self.rows(left - 1) if flight.rows == 1 and left > 1 else 0
-                if rows == 1:
+                ahead = None
+                if flight.kind == PLAIN_ROUND and left > 1 and self.plan(left - 1) == PLAIN_ROUND:
                     self.commit(flight, 1)
                     unread = flight
-                    ahead = self.launch(flight.drawn.tokens, 1)
+                    ahead = self.launch(flight.drawn.tokens, PLAIN_ROUND)
 
                 outcome = self.read(flight)
                 if not outcome.final:
@@ -98,11 +102,11 @@ class Decoder:
                 if unread is None:
                     self.commit(flight, len(tokens))
                 unread = None
-                self.observer.committed(flight.rows, len(tokens), accepted)
+                self.observer.committed(flight.kind, len(tokens), accepted, state.cache.length)
                 if done:
                     state.cache.abort()
                 elif ahead is None:
-                    ahead = self.launch(mx.array(tokens[-1:], mx.uint32), rows or self.rows(left))
+                    ahead = self.launch(mx.array(tokens[-1:], mx.uint32), self.plan(left))
                 for i, token in enumerate(tokens):
                     last = done and i == len(tokens) - 1
                     yield Emitted(token, i < accepted, last, None if scores is None else scores[i])
@@ -115,17 +119,23 @@ class Decoder:
                 outcome = self.read(unread)
                 state.tokens += (outcome if outcome.final else self.read_again(unread)).tokens
 
-    def rows(self, left: int) -> int:
-        """Rows of the next round, with `left` tokens still to emit."""
-        width = 1 if self.drafter is None else self.width()
-        return 1 if width == 1 or self.drafter is None else self.drafter.rows(width, left)
+    def plan(self, left: int) -> Kind:
+        """The next round, with `left` tokens still to emit."""
+        offers: dict[str, int] = {}
+        if self.drafter is not None and self.state.context is not None:
+            offers[DRAFTER] = self.drafter.rows(self.drafter.block_size, left)
+        if self.history is not None:
+            source, rows = self.history.offer(left)
+            offers[source] = rows
+        offers = {source: rows for source, rows in offers.items() if rows > 1}
+        return self.width(offers, self.state.cache.length) if offers else PLAIN_ROUND
 
-    def launch(self, anchor: mx.array, rows: int) -> Round:
+    def launch(self, anchor: mx.array, kind: Kind) -> Round:
         """Draft, verify and draw; all that the next round builds on is on its way to the device, nothing is read."""
         state, ids, drafts = self.state, anchor, None
         before = state.cache.length  # tokens before the anchor; the one drawn after it is at `before` + 1
-        if rows > 1 and self.drafter is not None and state.context is not None:
-            drafts = self.drafter.propose(anchor, rows, state.context, self.sampler.proposals(before + 1, rows))
+        if kind != PLAIN_ROUND:
+            drafts = self.draft(anchor, kind, before + 1)
             self.observer.drafted(drafts)
             ids = mx.concatenate([anchor, drafts])
         state.cache.begin()
@@ -135,7 +145,16 @@ class Decoder:
         outcome = drawn.pack(drafts)
         # Caches and features are not all ancestors of the outcome; left lazy they would chain from round to round.
         mx.async_eval(outcome, features, state.cache.arrays(), self.context_arrays())
-        return Round(rows, drafts, drawn, outcome, features)
+        return Round(kind, drafts, drawn, outcome, features)
+
+    def draft(self, anchor: mx.array, kind: Kind, at: int) -> mx.array:
+        """Draft ids (rows - 1,), the first of which would stand at position `at`."""
+        (source, rows), state = kind, self.state
+        if source == DRAFTER:
+            assert self.drafter is not None and state.context is not None
+            return self.drafter.propose(anchor, rows, state.context, self.sampler.proposals(at, rows))
+        assert self.history is not None
+        return mx.array(self.history.drafts(rows - 1), mx.uint32)
 
     def read(self, flight: Round) -> Outcome:
         """The host read: how many drafts were accepted, and the target's token after every row."""

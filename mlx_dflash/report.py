@@ -7,6 +7,7 @@ import mlx.core as mx
 from .api import GenerationResult
 from .drafters import DFlashDrafter
 from .facts import drafter_facts, target_facts
+from .lookup import Lookup
 from .stats import Stats
 from .targets import Target
 
@@ -20,6 +21,8 @@ def summary(result: GenerationResult) -> str:
         parts.append(f"acceptance {s.acceptance_rate:.1%}")
     blocks = ", ".join(f"{n} x {size}" for size, n in sorted(s.block_sizes.items(), reverse=True))
     parts.append(f"block sizes {blocks or 'none'}")
+    if s.width_reason:
+        parts.append(s.width_reason)
     if s.timing == "profiled" and s.draft_time is not None and s.verify_time is not None and s.host_time is not None:
         parts.append(f"draft {s.draft_time:.2f} s, verify {s.verify_time:.2f} s, host {s.host_time:.2f} s")
     parts.append(f"{s.generation_tokens} tokens, {result.finish_reason}")
@@ -39,7 +42,9 @@ def sampling_line(stats: Stats) -> str:
     return "sampling | " + " | ".join(f"{origin}: {', '.join(values)}" for origin, values in groups.items())
 
 
-def remarks(model: Target, drafter: DFlashDrafter | None, stats: Stats, asked_to_think: bool | None) -> list[str]:
+def remarks(
+    model: Target, drafter: DFlashDrafter | Lookup | None, stats: Stats, asked_to_think: bool | None
+) -> list[str]:
     """What a user should know of this pair and request, from the facts that model cards state."""
     out = []
     facts = None if drafter is None else drafter_facts(drafter.name)

@@ -5,22 +5,31 @@ first token belongs to no round; plain rounds are counted apart.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
+
+from .costs import DRAFTER, Kind
+
+AWAY = 0.1  # share of a round's time beyond which its taker's own time makes the clock useless
+# Told of every round: its kind, its tokens, its seconds if they mean something, the tokens of context.
+Learn = Callable[[Kind, int, float | None, int], None]
 
 
 @dataclass
 class Stats:
     """Times in seconds, speeds in tokens a second, memory in bytes.
 
-    mode: 'dflash' if any round drafted, else 'plain'. timing: 'fused' (rounds timed whole; draft_time, verify_time and
-    host_time are None) or 'profiled' (work evaluated between draft and verify, which slows the run).
-    acceptance_lengths: tokens committed by each round that drafted. accepted_by_position: how often draft i was kept.
-    block_sizes: rows verified -> rounds, the plain ones under 1. redraws: rounds whose filters kept more tokens than
-    the candidates first looked at, drawn and read once more. generation_tps: tokens after the first over the time after
-    the first. ttft: from the request to the first token. sampling: every setting in force; under "from", its origin.
+    mode: 'dflash' if the drafter drafted, 'lookup' if only the text itself did, else 'plain'. timing: 'fused' (rounds
+    timed whole; draft_time, verify_time and host_time are None) or 'profiled' (work evaluated between draft and verify,
+    which slows the run). acceptance_lengths: tokens committed by each round that drafted. accepted_by_position: how
+    often draft i was kept. block_sizes: rows verified -> rounds, the plain ones under 1. width_reason: why "auto" took
+    them. lookup_rounds: those of `rounds` whose drafts came from the text itself. redraws: rounds whose filters kept
+    more tokens than the candidates first looked at, drawn and read once more. generation_tps: tokens after the first
+    over the time after the first. ttft: from the request to the first token. sampling: every setting in force; under
+    "from", its origin.
     """
 
     mode: str = "plain"
@@ -34,6 +43,8 @@ class Stats:
     acceptance_lengths: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     block_sizes: dict[int, int] = field(default_factory=dict)
+    width_reason: str = ""
+    lookup_rounds: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     ttft: float = 0.0
@@ -53,10 +64,15 @@ class Stats:
 
 
 class Observer:
-    """Counts a run. `round_time` is the sum over rounds, from one round's commit to the next one's."""
+    """Counts a run. `round_time` is the sum over rounds, from one round's commit to the next one's.
 
-    def __init__(self, prompt_progress: Any = None) -> None:
+    away: seconds since the last commit that whoever takes the tokens has spent.
+    """
+
+    def __init__(self, prompt_progress: Any = None, learn: Learn | None = None) -> None:
         self.stats = Stats()
+        self.learn = learn
+        self.away = 0.0
         self.progress = prompt_progress
         self.started = self.last = self.first_token = time.perf_counter()
 
@@ -78,9 +94,9 @@ class Observer:
         """A round whose filters kept more than the candidates first looked at; it costs a second read."""
         self.stats.redraws += 1
 
-    def committed(self, rows: int, kept: int, accepted: int) -> None:
-        """A round of `rows` rows kept `kept` tokens, of which up to `accepted` were drafts."""
-        stats, now = self.stats, time.perf_counter()
+    def committed(self, kind: Kind, kept: int, accepted: int, context: int) -> None:
+        """A round kept `kept` tokens, of which up to `accepted` were drafts, after `context` tokens."""
+        stats, now, (source, rows) = self.stats, time.perf_counter(), kind
         stats.generation_tokens += kept
         if stats.generation_tokens == kept:  # the first token, in no round
             self.first_token = now
@@ -88,12 +104,16 @@ class Observer:
             if self.progress is not None:
                 self.progress(stats.prompt_tokens, stats.prompt_tokens)
         else:
-            stats.round_time += now - self.last
+            seconds = now - self.last
+            stats.round_time += seconds
+            if self.learn is not None:
+                self.learn(kind, accepted + 1, seconds if self.away < AWAY * seconds else None, context)
             stats.block_sizes[rows] = stats.block_sizes.get(rows, 0) + 1
             if rows == 1:
                 stats.plain_rounds += 1
             else:
                 stats.rounds += 1
+                stats.lookup_rounds += source != DRAFTER
                 stats.drafted += rows - 1
                 accepted = min(accepted, kept)
                 stats.accepted += accepted
@@ -102,7 +122,7 @@ class Observer:
                 for i in range(accepted):
                     places[i] += 1
                 stats.acceptance_lengths.append(kept)
-        self.last = now
+        self.last, self.away = now, 0.0
 
     def generation_tps(self) -> float:
         """Tokens after the first over the time after the first, up to now; 0 with the first token."""
@@ -117,7 +137,7 @@ class Observer:
         if stats.ttft > 0:
             stats.prompt_tps = stats.prompt_tokens / stats.ttft
         if stats.rounds:
-            stats.mode = "dflash"
+            stats.mode = "dflash" if stats.rounds > stats.lookup_rounds else "lookup"
             stats.acceptance_rate = stats.accepted / stats.drafted
             stats.mean_accepted_length = sum(stats.acceptance_lengths) / stats.rounds
         return stats
@@ -126,8 +146,8 @@ class Observer:
 class Profiler(Observer):
     """Evaluates between draft and verify, so that their times stand apart; the rest of a round is the host's."""
 
-    def __init__(self, prompt_progress: Any = None) -> None:
-        super().__init__(prompt_progress)
+    def __init__(self, prompt_progress: Any = None, learn: Learn | None = None) -> None:
+        super().__init__(prompt_progress, learn)
         stats = self.stats
         stats.timing, stats.draft_time, stats.verify_time, stats.host_time = "profiled", 0.0, 0.0, 0.0
 

@@ -5,6 +5,9 @@ import socket
 import huggingface_hub.constants
 import pytest
 
+from mlx_dflash import calibrate
+from mlx_dflash.costs import Costs, Curve
+
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -19,3 +22,11 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("MLX_DFLASH_CACHE", str(tmp_path_factory.getbasetemp() / "mlx_dflash"))
+
+
+@pytest.fixture(autouse=True)
+def flat_costs(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No measurement, nothing kept: "auto" begins as on a machine whose rounds cost the same at any width."""
+    flat = {source: {2: 1e-3, 16: 1e-3} for source in ("drafter", "lookup")}
+    monkeypatch.setattr(calibrate, "measure", lambda *_: Costs({0: Curve(1e-3, flat)}))
+    monkeypatch.setattr(calibrate, "folder", lambda: tmp_path_factory.mktemp("costs"))

@@ -13,6 +13,7 @@ from mlx_dflash.cache import STEP
 from mlx_dflash.decode import Decoder, State
 from mlx_dflash.drafters.dflash import MAX_PENDING
 from mlx_dflash.stats import Observer
+from mlx_dflash.width import fixed
 
 GOLDEN = Path(__file__).parent / "golden"
 LENGTH = 40
@@ -151,7 +152,7 @@ def test_prefill_chunks_change_neither_drafts_nor_tokens(pair, prompt, plain, ch
 
 def decoder_on(pair, state, width, cut=lambda tokens: None):
     target, _, drafter = pair
-    return Decoder(target, drafter, state, lambda: width, Sampler(), cut, Observer())
+    return Decoder(target, drafter, state, fixed(width), Sampler(), cut, Observer())
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])
@@ -283,8 +284,12 @@ def test_two_drafters_on_one_target_keep_their_own_taps(pair, prompt, plain):
     target, tokenizer, drafter = pair
     other = load_drafter(GOLDEN / ("qwen3" if target.config["model_type"] == "qwen3" else "llama") / "draft", target)
     other.config = type(other.config)(**{**vars(other.config), "target_layer_ids": (0, 2, 7)})
-    alone = generate(target, tokenizer, prompt, draft_model=drafter, max_tokens=LENGTH).stats.acceptance_lengths
-    runs = [stream_generate(target, tokenizer, prompt, draft_model=d, max_tokens=LENGTH) for d in (drafter, other)]
+    alone = generate(target, tokenizer, prompt, draft_model=drafter, block_size=5, max_tokens=LENGTH).stats
+    alone = alone.acceptance_lengths
+    runs = [
+        stream_generate(target, tokenizer, prompt, draft_model=d, block_size=5, max_tokens=LENGTH)
+        for d in (drafter, other)
+    ]
     tokens = [[], []]
     last = [None, None]
     for responses in zip(*runs, strict=True):

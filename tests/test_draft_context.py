@@ -330,3 +330,43 @@ def test_drafting_reads_nothing_on_the_host(family, monkeypatch):
     ids = drafter.propose(mx.array([17], mx.uint32), 8, context, greedy)
     monkeypatch.undo()
     assert ids.shape == (7,) and ids.dtype == mx.uint32 and len(ids.tolist()) == 7
+
+
+@pytest.mark.parametrize("chunk", [1, 6, 40, 1000])
+@pytest.mark.parametrize(("window", "sink"), [(8, 0), (8, 4), (1, 3), (30, 7)])
+def test_a_draft_window_sees_the_last_rows_and_the_sink(window, sink, chunk):
+    """Against the same rows picked by hand out of a context that holds all, through drafts and a restore."""
+    drafter = drafter_of("qwen3")
+    features = features_of(drafter, 100)
+    context = drafter.make_context(window=window, sink=sink)
+    mark, drafted = None, False
+    for at in range(0, 100, chunk):
+        drafter.append(features[:, at : at + chunk], context)
+        if context.length in (6, 40):
+            mark = mark or context.checkpoint()
+        drafted = drafted or bool(block(drafter, context))
+        assert_same_block(block(drafter, context), windowed_block(drafter, features[:, : at + chunk], window, sink))
+    assert drafted and all(layer.keys.shape[2] <= window + STEP + chunk for layer in context.layers)
+    if mark is not None:
+        context.restore(mark)
+        at = context.length
+        drafter.append(features[:, at : at + 9], context)
+        assert_same_block(block(drafter, context), windowed_block(drafter, features[:, : at + 9], window, sink))
+
+
+def windowed_block(drafter, features, window, sink):
+    """The block that a drafter with all rows drafts if every layer shows it only the window and the sink."""
+    context = fresh(drafter, features)
+    block(drafter, context)
+    at = context.length
+    picked = [*range(min(sink, max(at - window, 0))), *range(max(at - window, 0), at)]
+    for kv in context.layers:
+        whole = kv.update
+
+        def update(keys, values, start, new, whole=whole):
+            all_keys, all_values = whole(keys, values, start, new)
+            rows = mx.array([*picked, *range(at, all_keys.shape[2])])
+            return all_keys[:, :, rows], all_values[:, :, rows]
+
+        kv.update = update
+    return block(drafter, context)

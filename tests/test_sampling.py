@@ -20,6 +20,7 @@ from mlx_dflash.accept import Drawn, Sampler, Sampling
 from mlx_dflash.decode import Decoder, State
 from mlx_dflash.processors import Processors
 from mlx_dflash.stats import Observer
+from mlx_dflash.width import fixed
 
 GOLDEN = Path(__file__).parent / "golden"
 B = 8  # the tiny drafters' block
@@ -198,7 +199,7 @@ def chi_square(target, sampler, width, count=1200):
         drafter.propose = propose
     state = State([3], Length(), SeenContext() if drafter else None)
     observer = Observer()
-    decoder = Decoder(target, drafter, state, lambda: width, sampler, lambda tokens: None, observer)
+    decoder = Decoder(target, drafter, state, fixed(width), sampler, lambda tokens: None, observer)
     for _ in decoder.run(count):
         pass
     assert width == 1 or 0 < observer.stats.accepted < observer.stats.drafted
@@ -283,7 +284,7 @@ def test_closing_a_sampled_run_whose_round_ahead_was_wrong_leaves_a_state_to_go_
     sampling = Sampling(temp=1.3, top_p=0.9, seed=1)
 
     def decoder_on(state):
-        return Decoder(target, None, state, lambda: 1, Sampler(sampling), lambda tokens: None, Observer())
+        return Decoder(target, None, state, fixed(1), Sampler(sampling), lambda tokens: None, Observer())
 
     whole = State(list(prompt), target.make_cache())
     tokens = [e.token for e in decoder_on(whole).run(10)]

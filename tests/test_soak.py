@@ -19,6 +19,7 @@ from mlx_dflash import load, load_drafter
 from mlx_dflash.accept import Sampler, Sampling
 from mlx_dflash.decode import Decoder, State
 from mlx_dflash.stats import Observer
+from mlx_dflash.width import fixed
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = {"hybrid": "qwen3_5", "windowed": "muse_glimmer", "full": "qwen3"}
@@ -61,7 +62,8 @@ class Counter(Observer):
         super().__init__()
         self.report = report
 
-    def committed(self, rows, kept, accepted):
+    def committed(self, kind, kept, accepted, context):
+        rows = kind[1]
         if rows > 1:
             self.report.rounds += 1
             self.report.rejected += rows - 1 - accepted
@@ -70,7 +72,7 @@ class Counter(Observer):
 
 def run(target, drafter, state, seed, observer):
     sampler = Sampler(Sampling(temp=1.0, seed=seed))
-    decoder = Decoder(target, drafter, state, lambda: 8, sampler, lambda tokens: None, observer)
+    decoder = Decoder(target, drafter, state, fixed(8), sampler, lambda tokens: None, observer)
     return [e.token for e in decoder.run(CONVERSATION)]
 
 

@@ -33,11 +33,13 @@ class ContextKV:
     """Keys and values of one draft layer's context rows, (B, kv_heads, rows, head_dim), oldest first.
 
     reach: how many rows before the anchor a block sees; None: all. Older rows go when a buffer is full, about once in
-    STEP rows.
+    STEP rows. sink: with a reach, the text's first rows are seen besides, however far back (arXiv 2309.17453).
     """
 
-    def __init__(self, reach: int | None = None) -> None:
+    def __init__(self, reach: int | None = None, sink: int = 0) -> None:
         self.reach = reach
+        self.sink = sink
+        self.first: tuple[mx.array, mx.array] | None = None  # keys and values of the sink, once there are so many
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.base = 0  # position of the buffers' first row
@@ -45,7 +47,14 @@ class ContextKV:
 
     def within_reach(self, rows: mx.array) -> mx.array:
         """The last of context rows (B, n, ...) that the next block sees; the others need no projection."""
-        return rows if self.reach is None else rows[:, max(rows.shape[1] - self.reach, 0) :]
+        if self.reach is None or self.end < self.sink:
+            return rows
+        return rows[:, max(rows.shape[1] - self.reach, 0) :]
+
+    def oldest(self, end: int) -> int:
+        """The first row of those, without a gap up to `end`, that a block at `end` sees; the sink may lie before."""
+        start = 0 if self.reach is None else max(end - self.reach, 0)
+        return 0 if start <= self.sink else start
 
     def update(self, keys: mx.array, values: mx.array, at: int, context: int) -> tuple[mx.array, mx.array]:
         """Write rows (B, kv_heads, n, head_dim) at positions `at` on; the first `context` stay, noise does not.
@@ -53,7 +62,7 @@ class ContextKV:
         `at` lies beyond the end only if the rows up to it are out of reach. Returns all rows that the block sees.
         """
         n, end = keys.shape[2], at + context
-        oldest = 0 if self.reach is None else max(end - self.reach, 0)
+        oldest = self.oldest(end)
         if self.keys is None or self.values is None:
             self.base = at
             self.keys, self.values = roomy(keys[..., :0, :], n), roomy(values[..., :0, :], n)
@@ -66,26 +75,35 @@ class ContextKV:
         self.keys[..., written, :] = keys
         self.values[..., written, :] = values
         self.end = end
+        if self.sink and self.first is None and end >= self.sink:
+            first = slice(0, self.sink)
+            self.first = mx.contiguous(self.keys[..., first, :]), mx.contiguous(self.values[..., first, :])
         seen = slice(max(oldest - self.base, 0), written.stop)
-        return self.keys[..., seen, :], self.values[..., seen, :]
+        seen_keys, seen_values = self.keys[..., seen, :], self.values[..., seen, :]
+        if self.first is None or (apart := min(self.sink, self.base + seen.start)) == 0:
+            return seen_keys, seen_values
+        first_keys, first_values = (rows[..., :apart, :] for rows in self.first)
+        return mx.concatenate([first_keys, seen_keys], axis=2), mx.concatenate([first_values, seen_values], axis=2)
 
     def checkpoint(self) -> SavedRows:
         if self.reach is None or self.keys is None or self.values is None:
             return SavedRows(self.end)
-        rows = slice(max(self.end - self.reach - self.base, 0), self.end - self.base)
+        rows = slice(max(self.oldest(self.end) - self.base, 0), self.end - self.base)
         keys, values = mx.contiguous(self.keys[..., rows, :]), mx.contiguous(self.values[..., rows, :])
         mx.async_eval(keys, values)  # left lazy they would hold the buffers
         return SavedRows(self.end, keys, values)
 
     def restore(self, saved: SavedRows) -> None:
         self.end = saved.end
+        if saved.end < self.sink:
+            self.first = None
         if self.reach is not None:
             # Full to the last row, so the next write moves them to a new buffer and never touches the saved arrays.
             self.keys, self.values = saved.keys, saved.values
             self.base = saved.end - (0 if saved.keys is None else saved.keys.shape[2])
 
     def arrays(self) -> list[mx.array]:
-        return [] if self.keys is None or self.values is None else [self.keys, self.values]
+        return [] if self.keys is None or self.values is None else [self.keys, self.values, *(self.first or ())]
 
 
 class DraftContext:
@@ -95,8 +113,9 @@ class DraftContext:
     of the last tokens, still to be projected. Together they are all committed tokens, or all that a block can see.
     """
 
-    def __init__(self, reaches: Sequence[int | None]) -> None:
-        self.layers = [ContextKV(reach) for reach in reaches]
+    def __init__(self, reaches: Sequence[int | None], sink: int = 0) -> None:
+        self.layers = [ContextKV(reach, sink) for reach in reaches]
+        self.sink = sink
         self.reach = None if None in reaches else max(r for r in reaches if r is not None)
         self.pending: list[mx.array] = []
         self.length = 0
@@ -108,8 +127,9 @@ class DraftContext:
 
     def add(self, features: mx.array) -> None:
         """Take the features of newly committed tokens; forget pending ones that no block will see."""
+        holds_sink = self.length < self.sink
         self.length += features.shape[1]
-        if self.reach is not None:
+        if self.reach is not None and not holds_sink:
             features = features[:, max(features.shape[1] - self.reach, 0) :]
             while self.pending and self.pending_rows - self.pending[0].shape[1] + features.shape[1] >= self.reach:
                 del self.pending[0]

@@ -160,8 +160,16 @@ class DFlashDrafter:
         """Rows of the trained block, anchor included: the most that may be verified in a round."""
         return self.config.block_size
 
-    def make_context(self) -> DraftContext:
-        return DraftContext([layer.self_attn.sees.behind for layer in self.model.layers])
+    def make_context(self, window: int | None = None, sink: int = 0) -> DraftContext:
+        """An empty context. window: for a drafter that sees all rows, the last ones that it is to see, and the first
+        `sink` ones: one trained on short texts drafts better so on long ones. Raises RequestError where it can't be.
+        """
+        reaches = [layer.self_attn.sees.behind for layer in self.model.layers]
+        if window is not None:
+            if any(reach is not None for reach in reaches):
+                raise RequestError(f"{self.name or 'this drafter'} has a window of its own; drop draft_window")
+            reaches = [window] * len(reaches)
+        return DraftContext(reaches, sink)
 
     def rows(self, width: int, remaining: int) -> int:
         """Rows of the next round, given the wanted width and the tokens still to emit.
@@ -177,8 +185,9 @@ class DFlashDrafter:
 
     def append(self, features: mx.array, context: DraftContext) -> None:
         """Give the context the features (B, n, taps * hidden) of n newly committed tokens."""
+        of_sink = context.length < context.sink
         context.add(features)
-        if context.pending_rows >= MAX_PENDING and (waiting := context.take_pending()) is not None:
+        if (of_sink or context.pending_rows >= MAX_PENDING) and (waiting := context.take_pending()) is not None:
             rows = self.model.context(waiting)
             for layer, kv in zip(self.model.layers, context.layers, strict=True):
                 layer.remember(rows, kv, context.length)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache import FullKV, LayerCache, QuantizedKV, TargetCache
+from ..costs import Costs
 from ..errors import UnsupportedError
 
 
@@ -40,6 +41,7 @@ class Target(ABC):
         self.config = config
         self.name = ""  # what the folder is called, by which model cards are known
         self.generation_config: dict[str, Any] = {}
+        self.costs: dict[str, Costs] = {}  # of its pairs, by calibrate.key
 
     @classmethod
     def prepare(cls, config: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..api import load, load_drafter
 from ..checkpoint import load_arrays
-from ..drafters.dflash import DFlashModel
+from ..drafters.dflash import DFlashDrafter, DFlashModel
 from ..errors import DFlashError
 from .config import TrainingConfig, load_config
 from .data import generate_answers, load_answers, load_features, tap_scales
@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             command.add_argument(
                 "--written", type=int, default=0, help="prompts the target is to write itself, besides"
+            )
+            command.add_argument(
+                "--openers-only",
+                action="store_true",
+                help="begin all of these with an opener of a task class, not half",
             )
             command.add_argument("--max-tokens", type=int, default=160, help="longest answer, tokens")
             command.add_argument("--part", default="1/1", help="k/n: the k-th of n processes sharing the work")
@@ -77,7 +82,9 @@ def run_generate(args: argparse.Namespace) -> None:
     prompts = training_prompts(args.prompts, seed=0)[part - 1 :: parts]
     if args.written:
         path = args.work / f"prompts{suffix}.jsonl"
-        prompts += written_prompts(target, tokenizer, args.written // parts, path, seed=part, report=log)
+        only = args.openers_only
+        count = args.written // parts
+        prompts += written_prompts(target, tokenizer, count, path, seed=part, openers_only=only, report=log)
     taps = (*stored_config(args).taps, target.num_layers - 1)
     generate_answers(target, tokenizer, prompts, args.work, taps, part=suffix, max_tokens=args.max_tokens, report=log)
 
@@ -112,6 +119,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     """Prints and stores the results, and writes the drafter's model card from them."""
     target, tokenizer = load(args.model)
     drafter = load_drafter(args.drafter, target)
+    assert isinstance(drafter, DFlashDrafter)
     prompts = held_out_prompts(args.per_class)
     results = {
         str(size): evaluate(target, tokenizer, drafter, prompts, size, args.max_tokens, report=log)

@@ -1,7 +1,8 @@
 """Prompts that the target writes itself: it is given the chat template up to where the user speaks, and sampled.
 
 An aligned model knows what its users ask (Magpie, arXiv 2406.08464), so this yields as many different prompts as
-wanted, with no network and no file. Half of the batches begin with an opener of a task class, the others with nothing.
+wanted, with no network and no file. Half of the batches, or all, begin with an opener of a task class, the others with
+nothing.
 """
 
 import json
@@ -30,6 +31,7 @@ def written_prompts(
     *,
     seed: int = 0,
     batch: int = 96,
+    openers_only: bool = False,
     report: Callable[[str], None] = print,
 ) -> list[tuple[str, str]]:
     """`count` distinct prompts as (class, text), the class "written" where there was no opener.
@@ -43,7 +45,7 @@ def written_prompts(
         raise RequestError("this chat template changes or repeats the user's text; prompts can't be sampled from it")
     before = text[: text.index(mark)]
     groups = [[(name, opener) for opener in split(group)] for name, group in OPENERS.items()]
-    openers = [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
+    all_openers = [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
     held_out = {prompt for _, prompt in held_out_prompts()}
     stops = sorted(tokenizer.eos_token_ids)
     found: dict[str, str] = {}
@@ -59,7 +61,9 @@ def written_prompts(
             key = mx.random.key((seed * 1_000_003 + batch_number) * LONGEST + step)
             return mx.random.categorical(logits / TEMPERATURE, key=key)
 
-        task, opener = openers[rounds // 2 % len(openers)] if rounds % 2 else ("written", "")
+        task, opener = "written", ""
+        if openers_only or rounds % 2:
+            task, opener = all_openers[(rounds if openers_only else rounds // 2) % len(all_openers)]
         start = tokenizer.encode(before + opener, add_special_tokens=False)
         answers, _ = decode_batch(target, [start] * batch, stops, LONGEST, choose=sample)
         new = [whole(tokenizer, ids, stops, opener) for ids in answers]

@@ -1,0 +1,134 @@
+"""What a round costs on this machine, in seconds, by where its drafts come from and how many rows it verifies.
+
+Knows rows, contexts and seconds; nothing of models or text. A table comes from a measurement (`calibrate`) or from an
+earlier run, and every round that is timed corrects it: machines throttle, and a curve measured at a short context says
+little about a long one.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Kind = tuple[str, int]  # who drafts a round, and the rows it verifies, the anchor included
+PLAIN, DRAFTER = "plain", "drafter"
+PLAIN_ROUND: Kind = (PLAIN, 1)
+SHARED_GAIN = 0.15  # of a surprise goes to what all rounds share: the machine's pace, the context
+OWN_GAIN = 0.1  # and to the kind of round it was, after its first few
+SURPRISE = 0.4  # a log-ratio beyond this is cut: a hiccup must not rule, a change comes through in a few rounds
+FEW = 3  # rounds of a kind until when a surprise says that its curve is wrong, not that the machine has changed
+BUCKET = 1024  # tokens of context up to which one table serves; above, one table a doubling
+
+
+@dataclass
+class Curve:
+    """Seconds of a round at one context: plain ones, and by source those of some numbers of rows."""
+
+    plain: float
+    sources: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def seconds(self, source: str, rows: int) -> float:
+        """Measured, or on the line between the nearest measured neighbours; beyond the last, on its slope."""
+        if rows == 1:
+            return self.plain
+        points = sorted({1: self.plain, **self.sources[source]}.items())
+        if rows in self.sources[source]:
+            return self.sources[source][rows]
+        above = next((i for i, (n, _) in enumerate(points) if n > rows), len(points) - 1)
+        (a, low), (b, high) = points[max(above - 1, 0)], points[above]
+        return low if a == b else low + (high - low) * (rows - a) / (b - a)
+
+
+@dataclass
+class Costs:
+    """Curves by context bucket, and the corrections of the run. Not for two runs at a time."""
+
+    curves: dict[int, Curve]
+    pace: float = 0.0  # log of what all rounds share
+    own: dict[Kind, float] = field(default_factory=dict)  # log of what is one kind's alone
+    seen: dict[Kind, int] = field(default_factory=dict)
+    base: Curve | None = None  # what the corrections are of
+
+    def curve(self, context: int) -> Curve:
+        """The curve of this bucket, else the nearest below it, else the lowest; a change drops corrections."""
+        wanted = bucket(context)
+        curve = self.curves[max((b for b in self.curves if b <= wanted), default=min(self.curves))]
+        if curve is not self.base:
+            self.pace, self.own, self.seen, self.base = 0.0, {}, {}, curve
+        return curve
+
+    def seconds(self, source: str, rows: int, context: int = 0) -> float:
+        kind = PLAIN_ROUND if rows == 1 else (source, rows)
+        base = self.curve(context).seconds(source, rows)
+        return base * math.exp(self.pace + self.correction(*kind))
+
+    def correction(self, source: str, rows: int) -> float:
+        """The kind's own log-correction; of rows not yet run, on the line between neighbours that were."""
+        if rows == 1:
+            return 0.0  # plain rounds correct the pace
+        if (known := self.own.get((source, rows))) is not None:
+            return known
+        tried = sorted(n for s, n in self.own if s == source)
+        above = next((n for n in tried if n > rows), None)
+        below = max((n for n in tried if n < rows), default=1)
+        low = self.own.get((source, below), 0.0)
+        if above is None:
+            return low
+        return low + (self.own[source, above] - low) * (rows - below) / (above - below)
+
+    def observe(self, source: str, rows: int, seconds: float, context: int = 0) -> None:
+        """Learn from one timed round."""
+        kind = PLAIN_ROUND if rows == 1 else (source, rows)
+        surprise = math.log(seconds / self.seconds(source, rows, context))
+        count = self.seen.get(kind, 0)
+        self.seen[kind] = count + 1
+        limit = SURPRISE if count >= FEW else 3 * SURPRISE  # a wrong curve must be found out at once
+        surprise = max(-limit, min(limit, surprise))
+        if rows == 1:
+            self.pace += (SHARED_GAIN + OWN_GAIN) * surprise
+            return
+        self.own[kind] = self.correction(*kind) + max(OWN_GAIN, 1 / (count + 1.2)) * surprise
+        if count >= FEW:
+            self.pace += SHARED_GAIN * surprise
+
+    def settle(self, context: int) -> None:
+        """Make the corrected curve that of this context's bucket."""
+        sources = {
+            source: {n: self.seconds(source, n, context) for n in points}
+            for source, points in self.curve(context).sources.items()
+        }
+        self.curves[bucket(context)] = Curve(self.seconds(PLAIN, 1, context), sources)
+        self.base = None  # the corrections are in it now
+
+
+def bucket(context: int) -> int:
+    """0 up to BUCKET tokens, then 1 up to twice that, and so on."""
+    return max(0, math.ceil(math.log2(max(context, 1) / BUCKET)))
+
+
+def save(costs: Costs, path: Path) -> None:
+    """Write the curves, beside the old file first."""
+    values = {
+        str(b): {"plain": c.plain, "sources": {s: {str(n): t for n, t in p.items()} for s, p in c.sources.items()}}
+        for b, c in costs.curves.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"version": 1, "curves": values}, indent=1) + "\n")
+    part.replace(path)
+
+
+def load(path: Path) -> Costs | None:
+    """The stored curves; None if there are none that this version can read."""
+    try:
+        stored = json.loads(path.read_text())
+        curves = {
+            int(b): Curve(
+                float(c["plain"]),
+                {s: {int(n): float(t) for n, t in p.items()} for s, p in c["sources"].items()},
+            )
+            for b, c in stored["curves"].items()
+        }
+        return Costs(curves) if stored["version"] == 1 and curves else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,146 @@
+"""The width controller: its estimates, its promises on simulated machines, and what it says of a run."""
+
+import math
+import random
+
+import pytest
+from mlx_dflash.benchmarks.width import MACHINES, case
+
+from mlx_dflash import costs, generate, load, load_drafter
+from mlx_dflash.costs import DRAFTER, PLAIN, PLAIN_ROUND, Costs, Curve
+from mlx_dflash.width import Acceptance, Controller
+from tests.tiny import GOLDEN
+
+SEEDS, TOKENS = range(2), 4800  # the benchmark's own run is longer; its result is in benchmarks/results
+
+
+def table(**points):
+    return Costs({0: Curve(1.0, {DRAFTER: {int(k[1:]): v for k, v in points.items()}})})
+
+
+def test_costs_between_measured_rows_are_on_the_line_and_beyond_them_on_its_slope():
+    known = table(r3=1.4, r5=2.0)
+    assert known.seconds(PLAIN, 1) == 1.0
+    assert [round(known.seconds(DRAFTER, n), 3) for n in (2, 3, 4, 5, 7)] == [1.2, 1.4, 1.7, 2.0, 2.6]
+
+
+def test_a_wrong_curve_is_found_out_in_a_few_rounds_and_a_hiccup_is_forgotten():
+    known = table(r8=1.2)
+    for _ in range(4):
+        known.observe(DRAFTER, 8, 4.0)
+    assert known.seconds(DRAFTER, 8) == pytest.approx(4.0, rel=0.15)
+    assert known.seconds(PLAIN, 1) == pytest.approx(1.0, rel=0.15)
+    before = known.seconds(DRAFTER, 8)
+    known.observe(DRAFTER, 8, 40.0)
+    for _ in range(10):
+        known.observe(DRAFTER, 8, 4.0)
+    assert known.seconds(DRAFTER, 8) == pytest.approx(before, rel=0.1)
+
+
+def test_a_slower_machine_is_slower_at_rows_that_were_not_run_since():
+    known, noise = table(r4=1.5, r8=2.0), random.Random(0)
+    for pace in (1.0, 1.4):
+        for _ in range(60):
+            known.observe(DRAFTER, 8, 2.0 * pace * math.exp(noise.gauss(0, 0.02)))
+    assert known.seconds(DRAFTER, 8) == pytest.approx(2.8, rel=0.05)
+    assert known.seconds(DRAFTER, 4) == pytest.approx(2.1, rel=0.25)
+    assert known.seconds(PLAIN, 1) > 1.1
+
+
+def test_contexts_have_curves_of_their_own():
+    known = table(r8=2.0)
+    for _ in range(30):
+        known.observe(DRAFTER, 8, 3.0, context=5000)
+    known.settle(5000)
+    assert known.seconds(DRAFTER, 8, context=100) == 2.0
+    assert known.seconds(DRAFTER, 8, context=5000) == pytest.approx(3.0, rel=0.05)
+    assert known.seconds(DRAFTER, 8, context=50_000) == known.seconds(DRAFTER, 8, context=5000)
+
+
+def test_curves_survive_a_process_and_files_of_another_make_are_not_believed(tmp_path):
+    path = tmp_path / "costs" / "a.json"
+    known = table(r4=1.5, r8=2.0)
+    known.curves[3] = Curve(2.0, {DRAFTER: {8: 5.0}, "lookup": {4: 2.1}})
+    costs.save(known, path)
+    assert costs.load(path).curves == known.curves
+    for text in ("", "[]", "{}", '{"version": 2, "curves": {}}', path.read_text()[:-20]):
+        path.write_text(text)
+        assert costs.load(path) is None
+    assert costs.load(tmp_path / "missing.json") is None
+
+
+def test_acceptance_follows_the_text_and_a_turn_of_it_quickly():
+    seen = Acceptance()
+    assert seen.expected(4) == pytest.approx([1, 1.75, 1.75 + 0.75**2, 1.75 + 0.75**2 + 0.75**3])
+    for i in range(400):  # two of three drafts kept in every second round
+        seen.observe(4, 2 if i % 2 else 0)
+    assert seen.expected(4)[-1] == pytest.approx(2.0, abs=0.05)
+    for _ in range(20):
+        seen.observe(4, 3)
+    assert seen.expected(4)[-1] > 3
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("text", ["code-like", "zero"])
+def test_within_three_percent_of_the_best_fixed_width_on_steady_texts(machine, text):
+    found = case(machine, text, SEEDS, TOKENS)
+    assert found.against_best >= 0.97 and found.against_plain >= 0.98
+    assert sum(n for rows, n in found.widths.items() if rows > 1) > 0
+
+
+@pytest.mark.parametrize("machine", [m for m in MACHINES if m != "linear"])
+def test_ahead_of_every_fixed_width_on_drifting_texts(machine):
+    found = case(machine, "drifting", SEEDS, TOKENS)
+    assert found.against_best >= 1.05 and found.against_plain >= 1.05
+
+
+@pytest.mark.parametrize("condition", ["throttled", "stale"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_that_is_not_what_was_measured(machine, condition):
+    found = case(machine, "prose-like", SEEDS, TOKENS, condition)
+    assert found.against_best >= 0.96 and found.against_plain >= 0.98
+
+
+def test_where_even_the_best_text_could_not_win_it_hardly_tries():
+    auto = Controller(Costs({0: Curve(1.0, {DRAFTER: {n: 1.5 * n for n in range(2, 9)}})}))
+    for at in range(1000):
+        kind = auto.choose({DRAFTER: 8}, at)
+        auto.observe(kind, 1, 1.0 if kind == PLAIN_ROUND else 1.5 * kind[1], at)
+    drafted = sum(n for kind, n in auto.taken.items() if kind != PLAIN_ROUND)
+    assert 1 <= drafted <= 3
+    assert auto.why(1000).startswith(f"{drafted} of 1000 rounds speculated, then plain: ")
+
+
+def test_it_begins_with_five_rows_or_the_trained_block():
+    flat = dict.fromkeys(range(2, 17), 1.1)
+    for block, rows in ((16, 5), (8, 5), (4, 4)):
+        assert Controller(Costs({0: Curve(1.0, {DRAFTER: flat})})).choose({DRAFTER: block}) == (DRAFTER, rows)
+
+
+def test_it_takes_the_source_that_is_worth_more():
+    curves = {source: dict.fromkeys(range(2, 9), 1.2) for source in (DRAFTER, "lookup")}
+    auto = Controller(Costs({0: Curve(1.0, curves)}))
+    for at in range(60):
+        kind = auto.choose({DRAFTER: 8, "lookup/4": 8}, at)
+        auto.observe(kind, {DRAFTER: 2, "lookup/4": 6, PLAIN: 1}[kind[0]], None, at)
+    assert auto.taken[max(auto.taken, key=auto.taken.get)] > 40
+    assert max(auto.taken, key=auto.taken.get)[0] == "lookup/4"
+    assert auto.choose({DRAFTER: 8})[0] == DRAFTER
+
+
+def test_a_run_says_which_widths_it_took_and_keeps_what_it_learned(monkeypatch, tmp_path):
+    from mlx_dflash import calibrate
+
+    monkeypatch.setattr(calibrate, "folder", lambda: tmp_path)
+    target, tokenizer = load(GOLDEN / "qwen3" / "target")
+    drafter = load_drafter(GOLDEN / "qwen3" / "draft", target)
+    run = generate(target, tokenizer, [40, 41, 42], draft_model=drafter, max_tokens=40)
+    assert "rounds speculated" in run.stats.width_reason
+    assert sum(run.stats.block_sizes.values()) == run.stats.rounds + run.stats.plain_rounds
+    (file,) = tmp_path.glob("*.json")
+    assert costs.load(file).curves[0].plain != 1e-3  # the stand-in's
+    other, _ = load(GOLDEN / "qwen3" / "target")
+    monkeypatch.setattr(calibrate, "measure", lambda *_: pytest.fail("measured again"))
+    generate(other, tokenizer, [40], draft_model=load_drafter(GOLDEN / "qwen3" / "draft", other), max_tokens=3)
+    pinned = generate(target, tokenizer, [40, 41, 42], draft_model=drafter, block_size=4, max_tokens=40)
+    assert pinned.stats.width_reason == "" and max(pinned.stats.block_sizes) == 4
