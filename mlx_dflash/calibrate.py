@@ -22,6 +22,7 @@ from . import costs, hub
 from .accept import Sampler
 from .costs import DRAFTER, Costs, Curve, Kind
 from .decode import Decoder, State
+from .download import say
 from .drafters import DFlashDrafter
 from .lookup import History, Lookup
 from .stats import Observer
@@ -45,9 +46,7 @@ def costs_of(target: Target, drafter: DFlashDrafter | None, lookup: Lookup | Non
         wanted = [s for s, given in ((DRAFTER, drafter), (Lookup.name, lookup)) if given is not None]
         stored = costs.load(path)
         if stored is None or any(set(wanted) - set(curve.sources) for curve in stored.curves.values()):
-            started = time.perf_counter()
             stored = measure(target, drafter, lookup)
-            log.info("measured this machine's rounds in %.1f s", time.perf_counter() - started)
             keep(stored, path)
         known[name] = stored
     return known[name]
@@ -87,6 +86,7 @@ def key(target: Target, drafter: DFlashDrafter | None) -> str:
 
 def measure(target: Target, drafter: DFlashDrafter | None, lookup: Lookup | None, seconds: float = SECONDS) -> Costs:
     """Time plain rounds, then rounds of every number of rows, the likely ones first, until `seconds` are spent."""
+    say("measuring what a round costs on this machine with this pair, once, some seconds ...")
     half = random.Random(0).sample(range(target.vocab_size), min(PROMPT, target.vocab_size) // 2)
     context = None if drafter is None else drafter.make_context()
     state = State(half + half, target.make_cache(), context)

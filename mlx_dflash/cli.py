@@ -32,6 +32,7 @@ from .sampling_flags import add_sampling_flags, wanted_sampling
 from .text import apply_template, encode_prompt
 
 DEFAULT_PROMPT = "hello"  # mlx-lm's
+LONG_PROMPT = 4096  # tokens from which on a terminal shows how far the prompt is
 # Flags of mlx_lm.generate that are refused by name, with what to do instead.
 REFUSED: dict[str, str] = {
     "adapter-path": "fuse the LoRA adapter into the model first (mlx_lm.fuse)",
@@ -177,7 +178,12 @@ def run(args: argparse.Namespace) -> int:
         extra |= thinking_option(tokenizer, thinking)
     ids = template(tokenizer, prompt, args, extra)
     with Interrupt() as interrupt:
-        options |= {"interrupted": interrupt.asked, "prompt_progress_callback": interrupt.check}
+
+        def progress(done: int, total: int) -> None:
+            interrupt.check()
+            prompt_bar(done, total)
+
+        options |= {"interrupted": interrupt.asked, "prompt_progress_callback": progress}
         drafting = {
             "lookup": False if args.no_lookup else None,
             "draft_window": args.draft_window,
@@ -304,6 +310,15 @@ class Interrupt:
         """Between chunks of a long prompt there is no text yet to end well."""
         if self.pressed:
             raise KeyboardInterrupt
+
+
+def prompt_bar(done: int, total: int) -> None:
+    """How far a long prompt is, on a terminal; the line goes when the first token comes."""
+    if total < LONG_PROMPT or not sys.stderr.isatty():
+        return
+    filled = "#" * (30 * done // total)
+    text = f"prompt [{filled:.<30}] {done:,} of {total:,} tokens"
+    print("\r\x1b[K" + (text if done < total else ""), end="", file=sys.stderr, flush=True)
 
 
 def show(stream: Iterator[GenerationResponse], quiet: bool) -> GenerationResult:

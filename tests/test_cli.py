@@ -414,3 +414,49 @@ def test_a_reader_that_is_gone_before_the_json_ends_it_quietly(endless, tmp_path
     os.close(writing)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")
+
+
+def test_a_long_prompt_shows_how_far_it_is_on_a_terminal_only(monkeypatch, capsys):
+    cli = tiny.command_line()
+    cli.prompt_bar(5000, 10_000)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    cli.prompt_bar(500, 1000)
+    assert capsys.readouterr().err == ""
+    cli.prompt_bar(5000, 10_000)
+    cli.prompt_bar(10_000, 10_000)
+    shown = capsys.readouterr().err
+    assert "[###############...............] 5,000 of 10,000 tokens" in shown and shown.endswith("\r\x1b[K")
+
+
+def test_lookup_and_the_draft_window_are_flags(capsys):
+    main = tiny.command_line().main
+    base = ["--model", str(tiny.target_folder()), "--prompt", "w1 w2 w3", "--max-tokens", "8"]
+    with pytest.raises(SystemExit) as done:
+        main([*base, "--draft-model", "lookup"])
+    assert done.value.code == 0 and "drafts from the text itself (lookup)" in capsys.readouterr().err
+    paired = [*base, "--draft-model", str(tiny.draft_folder()), "--no-lookup"]
+    with pytest.raises(SystemExit) as done:
+        main([*paired, "--draft-window", "4", "--draft-sink", "2"])
+    assert done.value.code == 0 and "dflash" in capsys.readouterr().err
+    for flags, words in (
+        (["--draft-window", "0"], "draft_window must be 1 or more"),
+        (["--draft-window", "4", "--draft-sink", "-1"], "draft_sink must be 0 or more"),
+        (["--draft-sink", "4"], "draft_window must be 1 or more"),
+    ):
+        with pytest.raises(SystemExit) as done:
+            main([*paired, *flags])
+        error = capsys.readouterr().err
+        assert done.value.code == 2 and words in error and error.count("\n") == 1
+    with pytest.raises(SystemExit) as done:
+        main([*base, "--draft-model", "lookup", "--draft-window", "4"])
+    assert done.value.code == 2 and "draft_window needs a draft model" in capsys.readouterr().err
+    windowed = [
+        "--model",
+        str(tiny.target_folder("qwen3_sliding")),
+        "--draft-model",
+        str(tiny.draft_folder("qwen3_sliding")),
+    ]
+    with pytest.raises(SystemExit) as done:
+        main([*windowed, "--prompt", "w1 w2", "--draft-window", "4"])
+    assert done.value.code == 2 and "has a window of its own" in capsys.readouterr().err

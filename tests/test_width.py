@@ -6,8 +6,10 @@ import random
 import pytest
 from mlx_dflash.benchmarks.width import MACHINES, case
 
-from mlx_dflash import costs, generate, load, load_drafter
+from mlx_dflash import calibrate, costs, generate, load, load_drafter
+from mlx_dflash.calibrate import measure  # before conftest puts a stand-in in its place
 from mlx_dflash.costs import DRAFTER, PLAIN, PLAIN_ROUND, Costs, Curve
+from mlx_dflash.lookup import Lookup
 from mlx_dflash.width import Acceptance, Controller
 from tests.tiny import GOLDEN
 
@@ -129,8 +131,6 @@ def test_it_takes_the_source_that_is_worth_more():
 
 
 def test_a_run_says_which_widths_it_took_and_keeps_what_it_learned(monkeypatch, tmp_path):
-    from mlx_dflash import calibrate
-
     monkeypatch.setattr(calibrate, "folder", lambda: tmp_path)
     target, tokenizer = load(GOLDEN / "qwen3" / "target")
     drafter = load_drafter(GOLDEN / "qwen3" / "draft", target)
@@ -144,3 +144,17 @@ def test_a_run_says_which_widths_it_took_and_keeps_what_it_learned(monkeypatch, 
     generate(other, tokenizer, [40], draft_model=load_drafter(GOLDEN / "qwen3" / "draft", other), max_tokens=3)
     pinned = generate(target, tokenizer, [40, 41, 42], draft_model=drafter, block_size=4, max_tokens=40)
     assert pinned.stats.width_reason == "" and max(pinned.stats.block_sizes) == 4
+
+
+def test_measured_curves_never_fall_with_rows_and_cover_what_may_be_asked():
+    target, _ = load(GOLDEN / "qwen3" / "target")
+    drafter = load_drafter(GOLDEN / "qwen3" / "draft", target)
+    found = measure(target, drafter, Lookup(target), seconds=0.5)
+    curve = found.curve(0)
+    for source, block in ((DRAFTER, 8), ("lookup", 16)):
+        seconds = [curve.sources[source][n] for n in sorted(curve.sources[source])]
+        assert seconds == sorted(seconds) and min(seconds) > 0
+        assert {5, block} <= set(curve.sources[source])
+        assert found.seconds(source, 2) > 0 and found.seconds(source, block) >= found.seconds(source, 2) > 0
+    hurried = measure(target, drafter, None, seconds=0.0)
+    assert list(hurried.curve(0).sources[DRAFTER]) == [5]
