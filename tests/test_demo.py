@@ -99,11 +99,16 @@ def test_the_fp32_folder_loads_to_the_same_values(pair, tmp_path):
 
 def test_the_main_job_prints_text_and_a_summary(pair):
     command = [sys.executable, "-m", "mlx_dflash.generate", "--prompt", "What is the capital of France?"]
-    done = subprocess.run([*command, "--max-tokens", "24"], capture_output=True, text=True)
+    command += ["--max-tokens", "24"]
+    done = subprocess.run([*command, "--block-size", "5"], capture_output=True, text=True)
     assert done.returncode == 0 and "Paris" in done.stdout
     summary = done.stderr.strip().splitlines()[-1]
     for word in ("dflash", "tokens/s", "mean accepted length", "acceptance", "block sizes"):
         assert word in summary
-    done = subprocess.run([*command, "--max-tokens", "24", "--json"], capture_output=True, text=True)
-    report = json.loads(done.stdout)
-    assert report["stats"]["rounds"] > 0 and report["stats"]["accepted"] > 0
+    auto = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    report = json.loads(auto.stdout)
+    assert report["text"].strip() == done.stdout.strip()
+    assert " rounds speculated" in auto.stderr and " rounds speculated" in report["stats"]["width_reason"]
+    assert (
+        report["stats"]["rounds"] + report["stats"]["plain_rounds"] == sum(report["stats"]["block_sizes"].values()) > 0
+    )
