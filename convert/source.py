@@ -17,6 +17,7 @@ from mlx_dflash.checkpoint import Checkpoint, load_arrays, open_checkpoint, read
 from mlx_dflash.download import COMMIT, fetch
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 from mlx_dflash.hub import DEMO, demo_target_folder, drafter_folder
+from mlx_dflash.pair import DRAFT, TARGET, part
 
 RECORD = "conversion.json"
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -51,7 +52,7 @@ class Source:
 
 
 def find(name: str, revision: str | None = None, drafter: bool = False) -> Source:
-    """The local files of a folder, a .gguf file, a hub name, `owner/repository/file.gguf`, or "demo".
+    """The local files of a folder, a pair's half, a .gguf file, a hub name, `owner/repository/file.gguf`, or "demo".
 
     Raises CheckpointError or UnsupportedError where there are none that can be read.
     """
@@ -59,7 +60,10 @@ def find(name: str, revision: str | None = None, drafter: bool = False) -> Sourc
         return Source(name, drafter_folder(DEMO) if drafter else demo_target_folder())
     path = Path(name).expanduser()
     if path.exists():
-        return local(name, path)
+        if revision is not None:
+            raise CheckpointError(f"{name} is on this disk, where it has no revision {revision}; leave it out")
+        half = part(path, DRAFT if drafter else TARGET) if path.is_dir() else path
+        return local(name, half)
     parts = name.split("/")
     if path.is_absolute() or name.startswith((".", "~")) or len(parts) not in (2, 3) or not all(parts):
         raise CheckpointError(f"{name} does not exist; give a folder, a .gguf file or a hub name like Qwen/Qwen3-4B")
