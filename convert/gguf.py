@@ -10,7 +10,6 @@ and the tokenizer lives in the metadata.
 """
 
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import mlx.core as mx
 
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 
-from .writer import write_json
+from .writer import staged, write_json
 
 # llama.cpp's tensor names -> Hugging Face's, inside one decoder layer
 ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
@@ -51,20 +50,12 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     weights = convert_tensors(tensors, fields)
     config = convert_config(fields, tied="lm_head.weight" not in weights) | {"quantization": quantization_of(weights)}
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    staging.chmod(0o755)  # mkdtemp's folders are for one user only
-    try:
+    shutil.rmtree(folder, ignore_errors=True)  # what another version left half done
+    with staged(folder, elsewhere="name another folder in MLX_DFLASH_CACHE") as staging:
         mx.save_safetensors(str(staging / "model.safetensors"), weights, {"format": "mlx"})
         write_json(staging / "config.json", config)
         write_json(staging / "tokenizer.json", convert_tokenizer(fields))
         write_json(staging / "tokenizer_config.json", convert_tokenizer_config(fields))
-        if folder.exists():
-            shutil.rmtree(folder)
-        staging.replace(folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 class Metadata:

@@ -11,9 +11,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from huggingface_hub import constants
 
+from mlx_dflash import memory
 from mlx_dflash.checkpoint import open_checkpoint, read_json
+from mlx_dflash.download import size_text
 from mlx_dflash.drafters import check_pair
 from mlx_dflash.drafters.formats import read_layout
 from mlx_dflash.errors import DFlashError
@@ -25,7 +28,6 @@ from .gguf_file import GgufFile
 from .plan import Options, Plan, describe
 from .source import RECORD, Source, find, open_folder
 from .target import Port
-from .writer import size
 
 KV_TOKENS = 8192  # the context that memory is told for
 
@@ -62,7 +64,7 @@ def look(name: str, drafters: list[str]) -> dict[str, Any]:
     facts = facts_of_plan(target.plan(Options()))
     config = target.config
     facts = {"kind": f"target, {config['model_type']}, {config['num_hidden_layers']} layers"} | facts
-    facts["context memory"] = f"{size(kv_bytes(target.shape()))} for {KV_TOKENS} tokens, 16-bit"
+    facts["context memory"] = f"{size_text(context_bytes(target.shape()))} for {KV_TOKENS} tokens, 16-bit"
     facts |= provenance(source)
     return facts | {"drafters that fit": fitting(target.shape(), [*drafters, *cached_drafters()])}
 
@@ -77,7 +79,7 @@ def facts_of_plan(plan: Plan) -> dict[str, Any]:
     return {
         "parameters": plan.parameters,
         "bits per weight": round(plan.bits_per_weight, 2),
-        "memory": size(plan.bytes),
+        "memory": size_text(plan.bytes),
         "bytes": plan.bytes,
         "quantized": {kind: f"{count} modules" for kind, count in kinds.items()} or "no",
         "not packed": ", ".join(f"{count} {kind}" for kind, count in dtypes.items()),
@@ -128,17 +130,17 @@ def look_gguf(source: Source) -> dict[str, Any]:
         "name": file.get("general.name"),
         "parameters": count,
         "bits per weight": round(8 * total / max(count, 1), 2),
-        "memory": size(total),
+        "memory": size_text(total),
         "bytes": total,
         "blocks": dict(kinds),
     }
 
 
-def kv_bytes(target: Target) -> int:
-    """Keys and values of full-attention layers in 16 bits; a window's or a state's share is small beside them."""
-    kinds = [type(layer).__name__ for layer in target.make_cache().layers]
-    heads = int(target.config.get("num_key_value_heads") or target.config["num_attention_heads"])
-    return kinds.count("FullKV") * 2 * 2 * heads * target.full_head_dim * KV_TOKENS
+def context_bytes(target: Target) -> int:
+    """What the caches keep at KV_TOKENS, with the 16-bit activations of a GPU. `target` has no weights, and gets none:
+    the pass is lazy."""
+    target.model.set_dtype(mx.bfloat16)
+    return sum(layer.held(KV_TOKENS) for layer in memory.layer_memory(memory.one_token(target)))
 
 
 def fitting(target: Target, names: list[str]) -> dict[str, str] | str:
@@ -175,7 +177,7 @@ def cached_drafters() -> list[str]:
 
 
 def add_sizes(halves: dict[str, dict[str, Any]]) -> str:
-    return size(sum(facts["bytes"] for facts in halves.values()))
+    return size_text(sum(facts["bytes"] for facts in halves.values()))
 
 
 def one_line_of(facts: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
 
@@ -68,10 +68,7 @@ def find(name: str, revision: str | None = None, drafter: bool = False) -> Sourc
     if path.is_absolute() or name.startswith((".", "~")) or len(parts) not in (2, 3) or not all(parts):
         raise CheckpointError(f"{name} does not exist; give a folder, a .gguf file or a hub name like Qwen/Qwen3-4B")
     try:
-        if len(parts) == 3:
-            path = Path(hf_hub_download("/".join(parts[:2]), parts[2], revision=revision))
-        else:
-            path = fetch(name, revision)
+        path = fetch(name, revision) if len(parts) == 2 else gguf_of_hub("/".join(parts[:2]), parts[2], revision)
     except (TransportError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         reason = " ".join(str(e).split())[:200] or type(e).__name__
         raise CheckpointError(
@@ -81,6 +78,15 @@ def find(name: str, revision: str | None = None, drafter: bool = False) -> Sourc
     commit = (path if path.is_dir() else path.parent).name
     source.revision = commit if COMMIT.fullmatch(commit) else revision
     return source
+
+
+def gguf_of_hub(repository: str, file: str, revision: str | None) -> Path:
+    """One file of a repository: the cached one, unless `revision` is a branch or tag, which may have moved."""
+    if revision is None or COMMIT.fullmatch(revision):
+        found = try_to_load_from_cache(repository, file, revision=revision)
+        if isinstance(found, str):
+            return Path(found)
+    return Path(hf_hub_download(repository, file, revision=revision))
 
 
 def local(name: str, path: Path) -> Source:

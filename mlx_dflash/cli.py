@@ -72,9 +72,9 @@ def build_parser() -> Parser:
     add(
         "--model",
         default=None,
-        help="model folder or Hugging Face name (default: the demo pair)",
+        help="model folder, .gguf file or Hugging Face name (default: the demo pair)",
     )
-    add("--draft-model", default=None, help="drafter folder or Hugging Face name (default: the model's known one)")
+    add("--draft-model", default=None, help="drafter folder, .gguf file or Hugging Face name (default: the model's known one)")
     add("--revision", default=None, help="branch, tag or commit of --model on the hub (default: what is cached)")
     add("--draft-revision", default=None, help="the same of --draft-model")
     add("--memory", action="store_true", help="print the memory that the pair needs, and load nothing")
