@@ -73,8 +73,9 @@ class GenerationResult:
 def load(path_or_name: str | Path = "demo", revision: str | None = None) -> tuple[Target, TokenizerWrapper]:
     """Load a target: a local folder, a Hugging Face name, a .gguf file, or "demo" (SmolLM2-135M-Instruct).
 
-    A .gguf file (or `owner/repository/file.gguf`) is converted into the cache when it is first loaded. revision: branch, tag or commit of a Hugging Face name; None: what the cache has, else the newest. Raises
-    CheckpointError (missing, cut or wrong files), UnsupportedError (another model family).
+    A .gguf file (or `owner/repository/file.gguf`) is converted into the cache when it is first loaded. revision:
+    branch, tag or commit of a Hugging Face name; None: what the cache has, else the newest. Raises CheckpointError
+    (missing, cut or wrong files), UnsupportedError (another model family).
     """
     folder = hub.target_folder(str(path_or_name), revision)
     target = open_target(folder)

@@ -74,7 +74,11 @@ def build_parser() -> Parser:
         default=None,
         help="model folder, .gguf file or Hugging Face name (default: the demo pair)",
     )
-    add("--draft-model", default=None, help="drafter folder, .gguf file or Hugging Face name (default: the model's known one)")
+    add(
+        "--draft-model",
+        default=None,
+        help="the drafter: folder, .gguf file or name (default: the model's known one)",
+    )
     add("--revision", default=None, help="branch, tag or commit of --model on the hub (default: what is cached)")
     add("--draft-revision", default=None, help="the same of --draft-model")
     add("--memory", action="store_true", help="print the memory that the pair needs, and load nothing")
