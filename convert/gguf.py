@@ -137,18 +137,22 @@ def convert_config(fields: Metadata, tied: bool) -> dict[str, Any]:
 
 
 def quantization_of(weights: Mapping[str, Any]) -> dict[str, Any] | None:
-    """mlx-lm's map for packed tensors of groups of 32, from the shapes of their weight and scales; None without any."""
-    widths: dict[str, int] = {}
+    """mlx-lm's map for packed tensors of groups of 32, from the shapes of their weight and scales; None without any.
+
+    Without biases it is mxfp4.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for name, value in weights.items():
         if name.endswith(".scales"):
             path = name.removesuffix(".scales")
-            widths[path] = weights[f"{path}.weight"].shape[-1] * 32 // (value.shape[-1] * BLOCK)
-    if not widths:
+            bits = weights[f"{path}.weight"].shape[-1] * 32 // (value.shape[-1] * BLOCK)
+            mode = {} if f"{path}.biases" in weights else {"mode": "mxfp4"}
+            found[path] = {"group_size": BLOCK, "bits": bits, **mode}
+    if not found:
         return None
-    found = list(widths.values())
-    usual = max(dict.fromkeys(found), key=found.count)
-    own = {path: {"group_size": BLOCK, "bits": bits} for path, bits in widths.items() if bits != usual}
-    return {"group_size": BLOCK, "bits": usual, **own}
+    kinds = list(found.values())
+    usual = max(kinds, key=kinds.count)
+    return usual | {path: {"mode": "affine", **how} for path, how in found.items() if how != usual}
 
 
 def convert_tokenizer(fields: Metadata) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from mlx_dflash.errors import CheckpointError, UnsupportedError
 
 from .decode import Tensors
 from .gguf import ATTENTION, MLP, NORMS, QK_NORMS, quantization_of
-from .gguf_file import GgufFile, Unpacked
-from .gguf_target import shortest, write_tensors
+from .gguf_file import GgufFile, Unpacked, shortest
+from .gguf_target import write_tensors
 from .source import Source, hash_files
 from .writer import write_json
 

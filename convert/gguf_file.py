@@ -1,7 +1,7 @@
 """A GGUF file as an MLX folder's tensors, block by block: exact where MLX's affine holds the block, decoded elsewhere.
 
-Exact: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and Q4_K and Q5_K, whose groups of 32 each have a scale and a
-minimum. Scales and minima are widened to fp32, which holds the products of their parts without rounding. All other
+Exact: F32, F16, BF16, MXFP4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and Q4_K and Q5_K, whose groups of 32 each have a scale and
+a minimum. Scales and minima are widened to fp32, which holds the products of their parts without rounding. All other
 types (Q6_K and Q3_K have groups of 16, ...) are decoded by the `gguf` package and packed anew, which is said aloud.
 """
 
@@ -73,8 +73,13 @@ class GgufFile:
         return self.need(f"{self.architecture}.{key}")
 
 
+def shortest(value: Any) -> float:
+    """A float32 field as the decimal that was written into it."""
+    return float(str(np.float32(value)))
+
+
 def unpack_tensor(tensor: Any, note: Callable[[str], None], dtype: Any = mx.float32) -> Tensors:
-    """One GGUF tensor -> {"weight"} or {"weight", "scales", "biases"}, rows as in Hugging Face's (out, in).
+    """One GGUF tensor -> {"weight"}, or with "scales" (MXFP4) and "biases", rows as in Hugging Face's (out, in).
 
     note: told the type of a block that had to be decoded and packed anew.
     """
@@ -83,6 +88,10 @@ def unpack_tensor(tensor: Any, note: Callable[[str], None], dtype: Any = mx.floa
         return {"weight": mx.array(np.asarray(tensor.data).reshape(shape))}
     if kind == "BF16":
         return {"weight": mx.array(np.asarray(tensor.data).view(np.uint16).reshape(shape)).view(mx.bfloat16)}
+    if kind == "MXFP4":
+        raw = np.asarray(tensor.data).view(np.uint8).reshape(-1, 17)  # an exponent, then 32 codes
+        packed = pack(nibbles(raw[:, 1:]), 4, shape)
+        return {"weight": packed, "scales": mx.array(raw[:, 0].reshape(*shape[:-1], -1))}
     if (exact := EXACT.get(kind)) is not None:
         raw = np.asarray(tensor.data).view(np.uint8).reshape(-1)
         bits, integers, scales, minima = exact(raw)

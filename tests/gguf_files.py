@@ -22,16 +22,42 @@ def permute(rows, heads):
 def begin(path, arch, config, rope_theta):
     """A writer that knows what all architectures say of a model's shape."""
     w = gguf.GGUFWriter(str(path), arch)
-    w.add_block_count(config["num_hidden_layers"])
+    count = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["full_attention"] * count
+    w.add_block_count(count)
     w.add_context_length(256)
     w.add_embedding_length(config["hidden_size"])
-    w.add_feed_forward_length(config["intermediate_size"])
+    inner = config.get("intermediate_size")
+    if config.get("use_double_wide_mlp"):
+        inner = [inner if i < count - config["num_kv_shared_layers"] else 2 * inner for i in range(count)]
+    if inner is not None:
+        w.add_feed_forward_length(inner)
     w.add_head_count(config["num_attention_heads"])
-    w.add_head_count_kv(config["num_key_value_heads"])
-    w.add_key_length(config["head_dim"])
+    full = config.get("num_global_key_value_heads")
+    heads = config["num_key_value_heads"]
+    w.add_head_count_kv(heads if full is None else [full if kind == "full_attention" else heads for kind in kinds])
+    w.add_key_length(config.get("global_head_dim") or config["head_dim"])
     w.add_layer_norm_rms_eps(config["rms_norm_eps"])
     w.add_rope_freq_base(rope_theta)
     return w
+
+
+def add_tokens(w, size=300):
+    """A byte-level vocabulary with one merge."""
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("smollm")
+    w.add_token_list([*byte_characters(), *(f"<{i}>" for i in range(size - 257)), "ab"])
+    w.add_token_types([1] * 256 + [3] * (size - 257) + [1])
+    w.add_token_merges(["a b"])
+    w.add_eos_token_id(257)
+    w.add_bos_token_id(256)
+
+
+def finish(w):
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
 
 
 def write_target(path, family, arch, kind=None):
@@ -51,21 +77,11 @@ def write_target(path, family, arch, kind=None):
         w.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         w.add_expert_used_count(config["num_experts_per_tok"])
         w.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    tokens = [*byte_characters(), *(f"<{i}>" for i in range(43)), "ab"]
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("smollm")
-    w.add_token_list(tokens)
-    w.add_token_types([1] * 256 + [3] * 43 + [1])
-    w.add_token_merges(["a b"])
-    w.add_eos_token_id(257)
-    w.add_bos_token_id(256)
+    add_tokens(w)
     for name, value in renamed(weights, config, arch).items():
         matrix = value.ndim == 2 and value.shape[-1] % 32 == 0 and kind is not None
         w.add_tensor(name, gguf.quantize(value, kind) if matrix else value, raw_dtype=kind if matrix else None)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
 
 
 LAYER = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
@@ -159,7 +175,4 @@ def write_drafter(path, family, fork):
             leaf = path_.removeprefix("candidate_selector.")
             new = (selector[leaf] if leaf != path_ else top[path_]) + ".weight"
         w.add_tensor(new, np.array(value))
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)

@@ -7,6 +7,7 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf_families import write_family
 from gguf_files import LLAMA3, write_drafter, write_target
 from mlx_dflash.convert.gguf import convert_gguf
 from mlx_dflash.convert.gguf_file import EXACT, unpack_tensor
@@ -92,6 +93,51 @@ def test_a_target_comes_back_from_gguf(family, tmp_path):
     assert mx.abs(logits(tmp_path / "out") - logits(source)).max() < 1e-4
     if family == "llama":
         assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == LLAMA3
+
+
+FURTHER = ("gpt_oss_notrunc", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_e", "gemma4_moe")
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_a_target_of_a_further_family_comes_back_from_gguf(family, tmp_path):
+    write_family(tmp_path / "m.gguf", family)
+    record = convert_target(Request(str(tmp_path / "m.gguf"), tmp_path / "out", Options()))
+    assert mx.abs(logits(tmp_path / "out") - logits(target_folder(family))).max() < 1e-4
+    assert set(record["dropped"].values()) <= {"held by the config instead", "mlx-lm's model does not use it"}
+    if family == "gpt_oss_notrunc":
+        layout = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+        assert layout["mode"] == "mxfp4" and record["quantized_modules"] == 18  # three of experts in six layers
+    again = convert_target(Request(str(tmp_path / "out"), tmp_path / "again", Options()))
+    assert again["files"] == record["files"]
+
+
+def rounded(weights):
+    """What Q8_0 makes of every matrix whose rows have whole blocks."""
+
+    def block(name, value):
+        if value.ndim != 2 or value.shape[-1] % 32 or "visual" in name:
+            return value
+        return mx.array(gguf.dequantize(gguf.quantize(np.array(value), Kind.Q8_0), Kind.Q8_0))
+
+    return {name: block(name, value) for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4_moe"])
+def test_packed_rows_and_columns_go_where_the_values_go(family, tmp_path):
+    write_family(tmp_path / "m.gguf", family, Kind.Q8_0)
+    record = convert_target(Request(str(tmp_path / "m.gguf"), tmp_path / "out", Options()))
+    assert record["quantized_modules"] > 0 and "every GGUF block is held exactly" in record["notes"]
+    expected = copy_folder(target_folder(family), tmp_path / "rounded", tensors=rounded)
+    assert mx.abs(logits(tmp_path / "out") - logits(expected)).max() < 1e-4
+
+
+def test_mxfp4_blocks_are_exact():
+    raw = np.random.default_rng(0).integers(0, 256, (6, 16, 17), np.uint8)
+    raw[..., 0] = raw[..., 0] % 40 + 100  # exponents that fp32 holds with every code
+    raw = raw.reshape(6, -1)
+    parts = unpack_tensor(tensor_of(Kind.MXFP4, raw, (6, 512)), note=pytest.fail)
+    values = mx.dequantize(parts["weight"], parts["scales"], group_size=32, bits=4, mode="mxfp4", dtype=mx.float32)
+    assert np.array_equal(np.array(values), gguf.dequantize(raw, Kind.MXFP4))
 
 
 def test_a_quantized_file_gives_the_packages_values(tmp_path):
