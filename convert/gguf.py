@@ -30,7 +30,7 @@ LAYER_NAMES = ATTENTION | MLP | NORMS
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK = 32  # weights that share a scale in all blocks that MLX's affine holds
 Q4_1 = 3  # general.file_type of a file whose matrices are Q4_1
-CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of special tokens
+CONTROL_TOKEN, USER_TOKEN = 3, 4  # tokenizer.ggml.token_type of special tokens, and of plain ones that stay whole
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
@@ -162,12 +162,13 @@ def convert_tokenizer(fields: Metadata) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
     types = fields["tokenizer.ggml.token_type"].tolist()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    whole = [(i, t == CONTROL_TOKEN) for i, t in enumerate(types) if t in (CONTROL_TOKEN, USER_TOKEN)]
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": i, "content": tokens[i], **flags} for i, t in enumerate(types) if t == CONTROL_TOKEN],
+        "added_tokens": [{"id": i, "content": tokens[i], **flags, "special": special} for i, special in whole],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",

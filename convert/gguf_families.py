@@ -50,6 +50,11 @@ class Family:
             return MTP
         if (own := ".".join(pieces[2:])) in self.bare:
             return {f"{layer}.{self.bare[own]}": self.value(own, parts["weight"])}
+        if module == "ffn_gate_up_exps" and "ffn_gate_exps" in self.layers:
+            both = {leaf: mx.split(value, 2, axis=-2) for leaf, value in parts.items()}  # gate, then up
+            names = [f"{layer}.{self.layers[part]}" for part in ("ffn_gate_exps", "ffn_up_exps")]
+            gate, up = (spread(name, {k: v[i] for k, v in both.items()}) for i, name in enumerate(names))
+            return gate | up
         if module not in self.layers or leaf not in ("weight", "bias"):
             raise self.unknown(name)
         found = self.parts(module, parts)

@@ -89,9 +89,9 @@ def unpack_tensor(tensor: Any, note: Callable[[str], None], dtype: Any = mx.floa
     if kind == "BF16":
         return {"weight": mx.array(np.asarray(tensor.data).view(np.uint16).reshape(shape)).view(mx.bfloat16)}
     if kind == "MXFP4":
-        raw = np.asarray(tensor.data).view(np.uint8).reshape(-1, 17)  # an exponent, then 32 codes
-        packed = pack(nibbles(raw[:, 1:]), 4, shape)
-        return {"weight": packed, "scales": mx.array(raw[:, 0].reshape(*shape[:-1], -1))}
+        blocks = np.asarray(tensor.data).view(np.uint8).reshape(-1, 17)  # an exponent, then 32 codes
+        packed = pack(nibbles(blocks[:, 1:]), 4, shape)
+        return {"weight": packed, "scales": mx.array(blocks[:, 0].reshape(*shape[:-1], -1))}
     if (exact := EXACT.get(kind)) is not None:
         raw = np.asarray(tensor.data).view(np.uint8).reshape(-1)
         bits, integers, scales, minima = exact(raw)

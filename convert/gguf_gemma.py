@@ -2,14 +2,12 @@
 
 from typing import Any, ClassVar
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_dflash.errors import CheckpointError
 
-from .decode import Tensors
 from .gguf import ATTENTION, MLP, QK_NORMS, TOP_NAMES
-from .gguf_families import Family, layer_types, spread
+from .gguf_families import Family, layer_types
 from .gguf_file import shortest
 
 EXPERTS = "experts.switch_glu"  # mlx-lm's name of the experts' matrices
@@ -49,14 +47,6 @@ class Gemma4(Family):
         "ffn_gate_inp.scale": "router.scale",
         "ffn_down_exps.scale": "router.per_expert_scale",
     }
-
-    def place(self, name: str, parts: Tensors) -> Tensors | str:
-        if not name.endswith(".ffn_gate_up_exps.weight"):
-            return super().place(name, parts)
-        layer = f"model.layers.{name.split('.')[1]}.{EXPERTS}"
-        halves = {leaf: mx.split(value, 2, axis=-2) for leaf, value in parts.items()}  # gate, then up
-        gate, up = ({leaf: both[i] for leaf, both in halves.items()} for i in (0, 1))
-        return spread(f"{layer}.gate_proj", gate) | spread(f"{layer}.up_proj", up)
 
     def config(self, tied: bool) -> dict[str, Any]:
         need, own, config = self.file.need_own, self.file.own, super().config(tied)

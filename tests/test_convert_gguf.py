@@ -11,6 +11,7 @@ from gguf_families import write_family
 from gguf_files import LLAMA3, write_drafter, write_target
 from mlx_dflash.convert.gguf import convert_gguf
 from mlx_dflash.convert.gguf_file import EXACT, unpack_tensor
+from mlx_dflash.convert.gguf_target import FAMILIES
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.run import Request, convert_drafter, convert_target
 from tiny import copy_folder, draft_folder, target_folder, write_gguf
@@ -138,6 +139,27 @@ def test_mxfp4_blocks_are_exact():
     parts = unpack_tensor(tensor_of(Kind.MXFP4, raw, (6, 512)), note=pytest.fail)
     values = mx.dequantize(parts["weight"], parts["scales"], group_size=32, bits=4, mode="mxfp4", dtype=mx.float32)
     assert np.array_equal(np.array(values), gguf.dequantize(raw, Kind.MXFP4))
+
+
+PACKAGE = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+# Listed by the package for variants that are no target here, or held by the config.
+LEFT_OUT = {"rope_freqs", "attn_rot_embd", "ffn_gate_up_exps"}
+LEFT_OUT_OF_LLAMA = {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}
+
+
+@pytest.mark.parametrize("arch", sorted(FAMILIES.keys() & PACKAGE.keys()))
+def test_names_are_those_of_the_gguf_package(arch):
+    """Its map from Hugging Face's names to GGUF's is the inverse of ours, and none of its tensors is forgotten."""
+    family, names = FAMILIES[arch], gguf.get_tensor_name_map(PACKAGE[arch], 1)
+    listed = {gguf.TENSOR_NAMES[t].removeprefix("blk.{bid}.") for t in gguf.MODEL_TENSORS[PACKAGE[arch]]}
+    for module, path in family.layers.items():
+        hub_name = path.replace("switch_mlp", "experts").replace("experts.switch_glu", "experts")
+        found = names.get_name(f"model.layers.0.{hub_name}")
+        assert found == f"blk.0.{module}" or (found is None and module not in listed)
+    assert all(names.get_name(path) == name for name, path in family.top.items())
+    bare = {name.partition(".")[0] for name in family.bare}
+    left_out = LEFT_OUT | (LEFT_OUT_OF_LLAMA if arch == "llama" else set())
+    assert listed - family.layers.keys() - family.top.keys() - bare <= left_out
 
 
 def test_a_quantized_file_gives_the_packages_values(tmp_path):
