@@ -44,7 +44,7 @@ def unpack_target(source: Source, scratch: Path) -> Unpacked:
             "release"
         )
     family = FAMILIES[arch](file)
-    source.hashes = hash_files([source.path])
+    source.hashes = hash_files(file.paths)
     scratch.mkdir(parents=True, exist_ok=True)
     unpacked = Unpacked(scratch)
     shapes = write_tensors(file, scratch, unpacked, family.place)

@@ -15,19 +15,21 @@ import mlx.core as mx
 from huggingface_hub import constants
 
 from mlx_dflash import memory
-from mlx_dflash.checkpoint import open_checkpoint, read_json
+from mlx_dflash.checkpoint import Checkpoint, open_checkpoint, read_json
 from mlx_dflash.download import size_text
 from mlx_dflash.drafters import check_pair
 from mlx_dflash.drafters.formats import read_layout
 from mlx_dflash.errors import DFlashError
 from mlx_dflash.pair import DRAFT, TARGET, is_pair, part
-from mlx_dflash.targets import Target
+from mlx_dflash.targets import Target, family_of
+from mlx_dflash.targets.config import normalise
 
 from .drafter import DrafterPort
 from .gguf_file import GgufFile
+from .gguf_target import FAMILIES
 from .plan import Options, Plan, describe
 from .source import RECORD, Source, find, open_folder
-from .target import Port
+from .target import Port, build
 
 KV_TOKENS = 8192  # the context that memory is told for
 
@@ -56,7 +58,7 @@ def look(name: str, drafters: list[str]) -> dict[str, Any]:
         return whole | {half: one_line_of(facts) for half, facts in halves.items()} | {"drafters that fit": fits}
     source = find(name)
     if source.is_gguf:
-        return look_gguf(source)
+        return look_gguf(source, drafters)
     checkpoint, tensors = open_folder(source)
     if checkpoint.is_drafter:
         return facts_of_drafter(source, DrafterPort(checkpoint, tensors))
@@ -64,9 +66,7 @@ def look(name: str, drafters: list[str]) -> dict[str, Any]:
     facts = facts_of_plan(target.plan(Options()))
     config = target.config
     facts = {"kind": f"target, {config['model_type']}, {config['num_hidden_layers']} layers"} | facts
-    facts["context memory"] = f"{size_text(context_bytes(target.shape()))} for {KV_TOKENS} tokens, 16-bit"
-    facts |= provenance(source)
-    return facts | {"drafters that fit": fitting(target.shape(), [*drafters, *cached_drafters()])}
+    return facts | provenance(source) | facts_of_shape(target.shape(), drafters)
 
 
 def open_target_shape(folder: Path) -> Target:
@@ -119,13 +119,14 @@ def provenance(source: Source) -> dict[str, Any]:
     return facts
 
 
-def look_gguf(source: Source) -> dict[str, Any]:
+def look_gguf(source: Source, drafters: list[str]) -> dict[str, Any]:
     file = GgufFile(source.path)
-    kinds = Counter(tensor.tensor_type.name for tensor in file.reader.tensors)
-    count = sum(math.prod(int(n) for n in tensor.shape) for tensor in file.reader.tensors)
-    total = sum(int(tensor.n_bytes) for tensor in file.reader.tensors)
+    tensors = file.tensors.values()
+    kinds = Counter(tensor.tensor_type.name for tensor in tensors)
+    count = sum(math.prod(int(n) for n in tensor.shape) for tensor in tensors)
+    total = sum(int(tensor.n_bytes) for tensor in tensors)
     kind = "DFlash drafter" if "dflash" in file.architecture else "target"
-    return {
+    facts = {
         "kind": f"GGUF, {kind}, architecture {file.architecture}",
         "name": file.get("general.name"),
         "parameters": count,
@@ -133,6 +134,25 @@ def look_gguf(source: Source) -> dict[str, Any]:
         "memory": size_text(total),
         "bytes": total,
         "blocks": dict(kinds),
+    }
+    if file.architecture not in FAMILIES:
+        return facts
+    return facts | facts_of_shape(gguf_shape(file), drafters)
+
+
+def gguf_shape(file: GgufFile) -> Target:
+    """The target that a file's fields describe, without a weight."""
+    config = FAMILIES[file.architecture](file).config("output.weight" not in file.tensors)
+    family = family_of(Checkpoint(file.path, config, {}, []))
+    config = family.prepare(normalise(config, str(file.path)))
+    return family(build(family, config, file.path), config)
+
+
+def facts_of_shape(target: Target, drafters: list[str]) -> dict[str, Any]:
+    fits = fitting(target, [*drafters, *cached_drafters()])
+    return {
+        "context memory": f"{size_text(context_bytes(target))} for {KV_TOKENS} tokens, 16-bit",
+        "drafters that fit": fits,
     }
 
 

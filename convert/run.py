@@ -227,6 +227,8 @@ def copy_texts(source: Path, folder: Path, code: bool) -> None:
     for pattern in (*COPIED, *(["*.py"] if code else [])):
         for file in sorted(source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
+    if code and not list(folder.glob("*.py")):
+        say(f"  no *.py files in {source} to copy (none is fetched from the hub)")
     if not has_tokenizer(folder):
         raise CheckpointError(f"{source} has no tokenizer files; give a complete model folder")
 

@@ -58,7 +58,7 @@ def write_family(path, family, kind=None):
     }[family]
     rope = config.get("rope_parameters") or config
     w = begin(path, arch, config, rope.get("rope_theta") or rope["full_attention"]["rope_theta"])
-    add_tokens(w, config["vocab_size"])
+    add_tokens(w, config["vocab_size"], config["bos_token_id"], config["eos_token_id"])
     tensors = {}
     for name, value in weights.items():
         short = re.sub(r"^(model\.)?(language_model\.)?", "", name)

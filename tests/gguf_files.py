@@ -19,9 +19,9 @@ def permute(rows, heads):
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
-def begin(path, arch, config, rope_theta):
+def begin(path, arch, config, rope_theta, shard_tensors=0):
     """A writer that knows what all architectures say of a model's shape."""
-    w = gguf.GGUFWriter(str(path), arch)
+    w = gguf.GGUFWriter(str(path), arch, split_max_tensors=shard_tensors)
     count = config["num_hidden_layers"]
     kinds = config.get("layer_types") or ["full_attention"] * count
     w.add_block_count(count)
@@ -42,15 +42,15 @@ def begin(path, arch, config, rope_theta):
     return w
 
 
-def add_tokens(w, size=300):
+def add_tokens(w, size=300, bos=256, eos=257):
     """A byte-level vocabulary with one merge."""
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("smollm")
     w.add_token_list([*byte_characters(), *(f"<{i}>" for i in range(size - 257)), "ab"])
     w.add_token_types([1] * 256 + [3] * (size - 257) + [1])
     w.add_token_merges(["a b"])
-    w.add_eos_token_id(257)
-    w.add_bos_token_id(256)
+    w.add_eos_token_id(eos)
+    w.add_bos_token_id(bos)
 
 
 def finish(w):
@@ -60,12 +60,12 @@ def finish(w):
     w.close()
 
 
-def write_target(path, family, arch, kind=None):
+def write_target(path, family, arch, kind=None, shard_tensors=0):
     """A golden target as llama.cpp's converter writes it, with a byte-level vocabulary of 300 tokens."""
     config = json.loads((target_folder(family) / "config.json").read_text())
     config |= config.get("text_config") or {}
     weights = {k: np.array(v) for k, v in mx.load(str(target_folder(family) / "model.safetensors")).items()}
-    w = begin(path, arch, config, (config.get("rope_parameters") or config)["rope_theta"])
+    w = begin(path, arch, config, (config.get("rope_parameters") or config)["rope_theta"], shard_tensors)
     if arch == "muse-glimmer":
         w.add_sliding_window(config["sliding_window"])
         w.add_array(

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf_families import write_family
-from gguf_files import LLAMA3, write_drafter, write_target
+from gguf_files import LLAMA3, finish, write_drafter, write_target
 from mlx_dflash.convert.gguf import convert_gguf
 from mlx_dflash.convert.gguf_file import EXACT, unpack_tensor
 from mlx_dflash.convert.gguf_target import FAMILIES
@@ -185,6 +185,31 @@ def test_a_drafter_comes_back_from_gguf(family, fork, tmp_path):
         for folder in (draft_folder(family), tmp_path / "out")
     ]
     assert runs[0].stats.acceptance_lengths == runs[1].stats.acceptance_lengths and runs[1].stats.rounds > 0
+
+
+def test_a_file_in_parts_is_read_whole(tmp_path):
+    write_target(tmp_path / "m.gguf", "qwen3", "qwen3")
+    write_target(tmp_path / "p.gguf", "qwen3", "qwen3", shard_tensors=40)
+    parts = sorted(tmp_path.glob("p-*.gguf"))
+    assert len(parts) > 1
+    records = {
+        name: convert_target(Request(str(source), tmp_path / name, Options()))
+        for name, source in (("whole", tmp_path / "m.gguf"), ("parts", parts[0]), ("last", parts[-1]))
+    }
+    assert records["whole"]["files"] == records["parts"]["files"] == records["last"]["files"]
+    assert list(records["last"]["source"]["sha256"]) == [part.name for part in parts]
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=parts[1].name):
+        convert_target(Request(str(parts[0]), tmp_path / "out", Options()))
+
+
+def test_an_adapter_is_refused_by_name(tmp_path):
+    w = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
+    w.add_type("adapter")
+    w.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 8), np.float32))
+    finish(w)
+    with pytest.raises(UnsupportedError, match="LoRA adapter"):
+        convert_target(Request(str(tmp_path / "a.gguf"), tmp_path / "out", Options()))
 
 
 def test_files_that_are_refused(tmp_path):

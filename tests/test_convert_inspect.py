@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from gguf_families import write_family
 from mlx_dflash.convert.cli import main
 from mlx_dflash.convert.inspect import look
 from mlx_dflash.convert.plan import Options
@@ -70,7 +71,17 @@ def test_a_gguf_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["inspect", str(tmp_path / "m.gguf")])
     text = capsys.readouterr().out
-    assert "architecture llama" in text and "Q4_1: 7" in text
+    assert "architecture llama" in text and "Q4_1: 7" in text and "context memory: 2 MB" in text
+
+
+@pytest.mark.parametrize("family", ["gemma4_e", "qwen3_5_moe", "gpt_oss_notrunc"])
+def test_a_gguf_file_says_what_its_folder_says(family, tmp_path):
+    write_family(tmp_path / "m.gguf", family)
+    drafters = [str(draft_folder(family)), str(draft_folder("llama"))]
+    ours, theirs = look(str(tmp_path / "m.gguf"), drafters), look(str(target_folder(family)), drafters)
+    assert ours["context memory"] == theirs["context memory"]
+    fits = [[text.startswith("fits") for text in facts["drafters that fit"].values()] for facts in (ours, theirs)]
+    assert fits[0] == fits[1] and fits[0][0]
 
 
 def test_what_is_not_a_model(tmp_path, capsys):
