@@ -1,10 +1,12 @@
 """Sources that other packages quantized, each held against its own definition: fp8, compressed-tensors, MXFP4."""
 
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_dflash.convert.decode import decode
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.run import Request, convert_target
 from mlx_lm.utils import load_model
@@ -13,6 +15,7 @@ from tiny import copy_folder, edit_json, target_folder
 from mlx_dflash import CheckpointError, UnsupportedError, load
 from mlx_dflash.checkpoint import hold_in_fp32
 
+TORCH = Path(__file__).parent / "oracle" / "fp8.npz"
 IDS = mx.array([[5, 9, 200, 31, 7, 120]])
 
 
@@ -81,6 +84,25 @@ def test_every_e4m3_byte():
     values = np.array(mx.from_fp8(mx.arange(256).astype(mx.uint8), mx.float32))
     finite = ~np.isnan(TABLE)
     assert np.array_equal(values[finite], TABLE[finite])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["block", "tensor", "row"])
+def test_fp8_equals_what_torch_decodes(kind, dtype):
+    """Bit for bit, against transformers' dequantizer (tests/oracle/fp8.py)."""
+    golden = np.load(TORCH)
+    block = {"block": [16, 16], "tensor": [32, 48], "row": [1, 48]}[kind]
+    how = {"quant_method": "fp8", "weight_block_size": block}
+    tensors = {"a.weight": mx.array(golden[f"{kind}_bytes"]), "a.weight_scale_inv": mx.array(golden[f"{kind}_scales"])}
+    found = decode({"quantization_config": how, "dtype": dtype}, tensors, "x").tensors["a.weight"]
+    if dtype == "float32":
+        assert np.array_equal(np.array(found), golden[f"{kind}_fp32"])
+    else:
+        assert np.array_equal(np.array(found.view(mx.uint16)), golden[f"{kind}_bf16"])
+
+
+def test_the_table_of_fp8_here_is_torchs():
+    assert np.array_equal(TABLE, np.load(TORCH)["table"], equal_nan=True)
 
 
 @pytest.mark.parametrize("scale_name", ["weight_scale_inv", "weight_scale"])
