@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from mlx_dflash import __version__
+from mlx_dflash import __version__, registry
 from mlx_dflash.checkpoint import has_tokenizer
 from mlx_dflash.download import size_text
 from mlx_dflash.errors import CheckpointError, RequestError
@@ -90,6 +90,7 @@ def convert_target(request: Request, verify: bool = False, draft_model: str | No
             port.tensors.clear()  # a tensor that is read stays in memory as long as anything refers to it
         record = write_model("target", plan, staging, source, request)
         copy_texts(port.checkpoint.folder, staging, request.copy_code)
+        write_card(source, staging)
         if verify:
             measured = measure(port, staging, draft, None)
             finish_verify(record, measured)
@@ -134,6 +135,7 @@ def convert_pair(target: Request, drafter: Request, verify: bool = False) -> dic
             draft.tensors.clear()
         record["target"] = write_model("target", plans[0], staging / TARGET, sources[0], target)
         copy_texts(port.checkpoint.folder, staging / TARGET, target.copy_code)
+        write_card(sources[0], staging / TARGET)
         record["drafter"] = write_model("drafter", plans[1], staging / DRAFT, sources[1], drafter)
         config = draft.layout.config
         record |= {
@@ -231,6 +233,16 @@ def copy_texts(source: Path, folder: Path, code: bool) -> None:
         say(f"  no *.py files in {source} to copy (none is fetched from the hub)")
     if not has_tokenizer(folder):
         raise CheckpointError(f"{source} has no tokenizer files; give a complete model folder")
+
+
+def write_card(source: Source, folder: Path) -> None:
+    """README.md with what the target was made of, as mlx-lm's converter writes it: by it the registry knows the target
+    again, and finds its drafter. Nothing where the source has no name on the hub."""
+    is_name = source.revision is not None and not source.is_gguf
+    base = source.name if is_name else registry.base_model(source.path) if source.path.is_dir() else None
+    if base is not None:
+        said = f"Converted from {base} by mlx_dflash {__version__}; see {RECORD}.\n"
+        (folder / "README.md").write_text(f"---\nlibrary_name: mlx\nbase_model: {base}\n---\n\n{said}", "utf-8")
 
 
 def finish_verify(record: dict[str, Any], measured: dict[str, Any]) -> None:

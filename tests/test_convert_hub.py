@@ -8,7 +8,7 @@ from mlx_dflash.convert.cli import main
 from stub_hub import DRAFTER, TARGET
 from tiny import draft_folder, target_folder, write_gguf
 
-from mlx_dflash import download, load, load_drafter
+from mlx_dflash import download, load, load_drafter, registry
 
 TAG = "v1"
 
@@ -73,6 +73,17 @@ def test_a_pair_records_both_commits(stub, moved, tmp_path):
     target, _ = load(tmp_path / "pair")
     assert load_drafter(tmp_path / "pair", target).block_size == 8
     assert mx.array_equal(target.model.model.norm.weight, weights(target_folder())["model.norm.weight"])
+
+
+def test_the_registry_knows_a_converted_target_again(stub, tmp_path):
+    """By the name that it came from, also after a second conversion; a folder without a name stays unknown."""
+    stub.add("Qwen/Qwen3-4B", target_folder())
+    assert run("target", "--hf-path", "Qwen/Qwen3-4B", "--mlx-path", tmp_path / "once") == 0
+    assert run("target", "--hf-path", tmp_path / "once", "--mlx-path", tmp_path / "twice") == 0
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        assert registry.pair_of(str(folder), folder).drafter == "z-lab/Qwen3-4B-DFlash-b16"
+    assert run("target", "--hf-path", target_folder(), "--mlx-path", tmp_path / "local") == 0
+    assert registry.pair_of(str(tmp_path / "local"), tmp_path / "local") is None
 
 
 def test_a_gguf_file_of_a_repository(stub, tmp_path):
