@@ -53,7 +53,7 @@ class StubHub:
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.store = f"http://localhost:{self.server.server_port}"  # another host, as the real store is
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def add(self, name: str, folder: Path) -> Repository:
         self.repositories[name] = Repository(folder)
