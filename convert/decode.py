@@ -16,12 +16,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_dflash.errors import CheckpointError, UnsupportedError
+from mlx_dflash.targets.experts import ONE
 
 Tensors = dict[str, mx.array]
 FLOATS = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 # Scales of activations and of the KV cache: only for kernels that quantize those while running.
 RUNTIME = (".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale", ".weight_shape")
 GROUPS = (128, 64, 32)
+NVFP4_RANGE = 448.0 * 6.0  # MLX's global scale is the largest weight: those of e4m3 and e2m1 times the file's scale
 
 
 @dataclass
@@ -158,14 +160,14 @@ def integer_bits(how: dict[str, Any], where: str) -> int:
 
 
 def packed_fp4(tensors: Tensors, layout: str, dtype: Any, where: str) -> Decoded:
-    """mxfp4 is MLX's own. nvfp4 has one more scale for each tensor, which MLX's linear layers have no place for."""
+    """mxfp4 is MLX's own. nvfp4 has one more scale for each tensor, for which only MLX's expert layers have a place."""
     micro = layout == "mxfp4-pack-quantized"
     packed, second = (
         (".weight", ".weight_scale_2") if layout == "modelopt" else (".weight_packed", ".weight_global_scale")
     )
     tensors, dropped = set_aside(tensors)
     out: Tensors = {}
-    count, used = 0, set()
+    decoded, kept, used = 0, 0, set()
     for name, value in tensors.items():
         path = name.removesuffix(packed)
         if path == name or value.dtype != mx.uint8:
@@ -174,20 +176,25 @@ def packed_fp4(tensors: Tensors, layout: str, dtype: Any, where: str) -> Decoded
         if (scale := tensors.get(f"{path}.weight_scale")) is None:
             raise CheckpointError(f"{where}: {path} is packed and has no weight_scale; download it again")
         used |= {f"{path}.weight_scale", f"{path}{second}"}
-        weight = value.view(mx.uint32)
-        if micro:
+        weight, whole = value.view(mx.uint32), None
+        if (given := tensors.get(f"{path}{second}")) is not None:
+            given = given.astype(mx.float32).reshape(())
+            whole = given if layout == "modelopt" else 1 / given
+        if micro or whole is None or ONE.fullmatch(f"{path}.weight"):
             out |= {f"{path}.weight": weight, f"{path}.scales": scale}
+            if whole is not None:
+                out[f"{path}.global_scale"] = whole * NVFP4_RANGE
+            kept += 1
             continue
         values = mx.dequantize(weight, scale, group_size=16, bits=4, mode="nvfp4", dtype=mx.float32)
-        if (whole := tensors.get(f"{path}{second}")) is not None:
-            whole = whole.astype(mx.float32).reshape(())
-            values = values * whole if layout == "modelopt" else values / whole
-        out[f"{path}.weight"] = values.astype(dtype)
-        count += 1
+        out[f"{path}.weight"] = (values if whole is None else values * whole).astype(dtype)
+        decoded += 1
     for name in used:
         out.pop(name, None)
-    note = "mxfp4 weights are kept exactly"
-    if not micro:
+    notes = [f"{kept} {'mxfp4' if micro else 'nvfp4'} tensors are kept exactly"] if kept else []
+    if decoded:
         kind = str(dtype).rpartition(".")[2]
-        note = f"{count} nvfp4 tensors are decoded to {kind}: MLX's layers have no place for their scale of the tensor"
-    return Decoded(out, [note], dropped)
+        notes.append(
+            f"{decoded} nvfp4 tensors are decoded to {kind}: MLX's layers have no place for the tensor's scale"
+        )
+    return Decoded(out, notes, dropped)

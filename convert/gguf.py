@@ -10,7 +10,6 @@ and the tokenizer lives in the metadata.
 """
 
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import mlx.core as mx
 
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 
-from .writer import write_json
+from .writer import staged, write_json
 
 # llama.cpp's tensor names -> Hugging Face's, inside one decoder layer
 ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
@@ -31,7 +30,7 @@ LAYER_NAMES = ATTENTION | MLP | NORMS
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK = 32  # weights that share a scale in all blocks that MLX's affine holds
 Q4_1 = 3  # general.file_type of a file whose matrices are Q4_1
-CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of special tokens
+CONTROL_TOKEN, USER_TOKEN = 3, 4  # tokenizer.ggml.token_type of special tokens, and of plain ones that stay whole
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
@@ -51,20 +50,12 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     weights = convert_tensors(tensors, fields)
     config = convert_config(fields, tied="lm_head.weight" not in weights) | {"quantization": quantization_of(weights)}
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    staging.chmod(0o755)  # mkdtemp's folders are for one user only
-    try:
+    shutil.rmtree(folder, ignore_errors=True)  # what another version left half done
+    with staged(folder, elsewhere="name another folder in MLX_DFLASH_CACHE") as staging:
         mx.save_safetensors(str(staging / "model.safetensors"), weights, {"format": "mlx"})
         write_json(staging / "config.json", config)
         write_json(staging / "tokenizer.json", convert_tokenizer(fields))
         write_json(staging / "tokenizer_config.json", convert_tokenizer_config(fields))
-        if folder.exists():
-            shutil.rmtree(folder)
-        staging.replace(folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 class Metadata:
@@ -146,18 +137,22 @@ def convert_config(fields: Metadata, tied: bool) -> dict[str, Any]:
 
 
 def quantization_of(weights: Mapping[str, Any]) -> dict[str, Any] | None:
-    """mlx-lm's map for packed tensors of groups of 32, from the shapes of their weight and scales; None without any."""
-    widths: dict[str, int] = {}
+    """mlx-lm's map for packed tensors of groups of 32, from the shapes of their weight and scales; None without any.
+
+    Without biases it is mxfp4.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for name, value in weights.items():
         if name.endswith(".scales"):
             path = name.removesuffix(".scales")
-            widths[path] = weights[f"{path}.weight"].shape[-1] * 32 // (value.shape[-1] * BLOCK)
-    if not widths:
+            bits = weights[f"{path}.weight"].shape[-1] * 32 // (value.shape[-1] * BLOCK)
+            mode = {} if f"{path}.biases" in weights else {"mode": "mxfp4"}
+            found[path] = {"group_size": BLOCK, "bits": bits, **mode}
+    if not found:
         return None
-    found = list(widths.values())
-    usual = max(dict.fromkeys(found), key=found.count)
-    own = {path: {"group_size": BLOCK, "bits": bits} for path, bits in widths.items() if bits != usual}
-    return {"group_size": BLOCK, "bits": usual, **own}
+    kinds = list(found.values())
+    usual = max(kinds, key=kinds.count)
+    return usual | {path: {"mode": "affine", **how} for path, how in found.items() if how != usual}
 
 
 def convert_tokenizer(fields: Metadata) -> dict[str, Any]:
@@ -167,12 +162,13 @@ def convert_tokenizer(fields: Metadata) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
     types = fields["tokenizer.ggml.token_type"].tolist()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    whole = [(i, t == CONTROL_TOKEN) for i, t in enumerate(types) if t in (CONTROL_TOKEN, USER_TOKEN)]
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": i, "content": tokens[i], **flags} for i, t in enumerate(types) if t == CONTROL_TOKEN],
+        "added_tokens": [{"id": i, "content": tokens[i], **flags, "special": special} for i, special in whole],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",

@@ -12,8 +12,8 @@ from mlx_dflash.errors import CheckpointError, UnsupportedError
 
 from .decode import Tensors
 from .gguf import ATTENTION, MLP, NORMS, QK_NORMS, quantization_of
-from .gguf_file import GgufFile, Unpacked
-from .gguf_target import shortest, write_tensors
+from .gguf_file import GgufFile, Unpacked, shortest
+from .gguf_target import write_tensors
 from .source import Source, hash_files
 from .writer import write_json
 
@@ -49,7 +49,7 @@ def unpack_drafter(source: Source, scratch: Path) -> Unpacked:
     other = ("dspark", "markov", "confidence", "log_snr")
     if foreign := [key for key in file.reader.fields if any(word in key for word in other)]:
         raise UnsupportedError(f"{source.path} has {foreign[0]}, which belongs to DSpark; only DFlash is supported")
-    source.hashes = hash_files([source.path])
+    source.hashes = hash_files(file.paths)
     scratch.mkdir(parents=True, exist_ok=True)
     unpacked = Unpacked(scratch)
     shapes = write_tensors(file, scratch, unpacked, lambda name, parts: place(file, name, parts))

@@ -1,10 +1,11 @@
 """A GGUF file as an MLX folder's tensors, block by block: exact where MLX's affine holds the block, decoded elsewhere.
 
-Exact: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and Q4_K and Q5_K, whose groups of 32 each have a scale and a
-minimum. Scales and minima are widened to fp32, which holds the products of their parts without rounding. All other
+Exact: F32, F16, BF16, MXFP4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and Q4_K and Q5_K, whose groups of 32 each have a scale and
+a minimum. Scales and minima are widened to fp32, which holds the products of their parts without rounding. All other
 types (Q6_K and Q3_K have groups of 16, ...) are decoded by the `gguf` package and packed anew, which is said aloud.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from .decode import Tensors
 from .gguf import BLOCK
 
 REPACKED: dict[str, Any] = {"group_size": BLOCK, "bits": 8}  # what blocks that affine can't hold become
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 PARTS = ("weight", "scales", "biases")
 
 
@@ -41,19 +43,17 @@ class GgufFile:
             raise UnsupportedError(
                 f"{path}: reading GGUF needs the package gguf; install it with: pip install 'mlx-dflash[gguf]'"
             ) from e
-        try:
-            self.reader = GGUFReader(str(path))
-            ends = [int(t.data_offset) + int(t.n_bytes) for t in self.reader.tensors]
-        except (ValueError, IndexError, KeyError, OSError, OverflowError) as e:
-            problem = " ".join(str(e).split())[:120]
-            raise CheckpointError(f"{path} is cut or no GGUF file ({problem}); download it again") from e
-        if max(ends, default=0) > path.stat().st_size:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, {max(ends)} are promised; download it again"
-            )
+        self.paths = shards(path)
+        readers = [open_reader(file, GGUFReader) for file in self.paths]
+        self.reader = readers[0]
         self.path = path
         self.architecture: str = self.get("general.architecture", "")
-        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        if self.get("general.type") == "adapter":
+            raise UnsupportedError(f"{path} is a LoRA adapter; fuse it into its base model first, and give that")
+        self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        if (count := self.get("split.tensors.count", 0)) not in (0, len(self.tensors)):
+            held = f"{path} and its other parts hold {len(self.tensors)} tensors"
+            raise CheckpointError(f"{held}, {count} are promised; download them again")
 
     def get(self, key: str, default: Any = None) -> Any:
         """A field's value: text, number, bool or a list of them."""
@@ -73,8 +73,38 @@ class GgufFile:
         return self.need(f"{self.architecture}.{key}")
 
 
+def shards(path: Path) -> list[Path]:
+    """All files of a model that llama.cpp's gguf-split cut in parts, the first one first; any other file alone."""
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    found = [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, count + 1)]
+    if missing := [file for file in found if not file.exists()]:
+        raise CheckpointError(f"{path} is a part of {count}, and {missing[0].name} is not beside it; download it too")
+    return found
+
+
+def open_reader(path: Path, kind: Any) -> Any:
+    """The `gguf` package's reader of a file that has all bytes which its header promises."""
+    try:
+        reader = kind(str(path))
+        ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors]
+    except (ValueError, IndexError, KeyError, OSError, OverflowError) as e:
+        problem = " ".join(str(e).split())[:120]
+        raise CheckpointError(f"{path} is cut or no GGUF file ({problem}); download it again") from e
+    if max(ends, default=0) > path.stat().st_size:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {max(ends)} are promised; download it again")
+    return reader
+
+
+def shortest(value: Any) -> float:
+    """A float32 field as the decimal that was written into it."""
+    return float(str(np.float32(value)))
+
+
 def unpack_tensor(tensor: Any, note: Callable[[str], None], dtype: Any = mx.float32) -> Tensors:
-    """One GGUF tensor -> {"weight"} or {"weight", "scales", "biases"}, rows as in Hugging Face's (out, in).
+    """One GGUF tensor -> {"weight"}, or with "scales" (MXFP4) and "biases", rows as in Hugging Face's (out, in).
 
     note: told the type of a block that had to be decoded and packed anew.
     """
@@ -83,6 +113,10 @@ def unpack_tensor(tensor: Any, note: Callable[[str], None], dtype: Any = mx.floa
         return {"weight": mx.array(np.asarray(tensor.data).reshape(shape))}
     if kind == "BF16":
         return {"weight": mx.array(np.asarray(tensor.data).view(np.uint16).reshape(shape)).view(mx.bfloat16)}
+    if kind == "MXFP4":
+        blocks = np.asarray(tensor.data).view(np.uint8).reshape(-1, 17)  # an exponent, then 32 codes
+        packed = pack(nibbles(blocks[:, 1:]), 4, shape)
+        return {"weight": packed, "scales": mx.array(blocks[:, 0].reshape(*shape[:-1], -1))}
     if (exact := EXACT.get(kind)) is not None:
         raw = np.asarray(tensor.data).view(np.uint8).reshape(-1)
         bits, integers, scales, minima = exact(raw)

@@ -11,21 +11,25 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from huggingface_hub import constants
 
-from mlx_dflash.checkpoint import open_checkpoint, read_json
+from mlx_dflash import memory
+from mlx_dflash.checkpoint import Checkpoint, open_checkpoint, read_json
+from mlx_dflash.download import size_text
 from mlx_dflash.drafters import check_pair
 from mlx_dflash.drafters.formats import read_layout
 from mlx_dflash.errors import DFlashError
 from mlx_dflash.pair import DRAFT, TARGET, is_pair, part
-from mlx_dflash.targets import Target
+from mlx_dflash.targets import Target, family_of
+from mlx_dflash.targets.config import normalise
 
 from .drafter import DrafterPort
 from .gguf_file import GgufFile
+from .gguf_target import FAMILIES
 from .plan import Options, Plan, describe
 from .source import RECORD, Source, find, open_folder
-from .target import Port
-from .writer import size
+from .target import Port, build
 
 KV_TOKENS = 8192  # the context that memory is told for
 
@@ -54,7 +58,7 @@ def look(name: str, drafters: list[str]) -> dict[str, Any]:
         return whole | {half: one_line_of(facts) for half, facts in halves.items()} | {"drafters that fit": fits}
     source = find(name)
     if source.is_gguf:
-        return look_gguf(source)
+        return look_gguf(source, drafters)
     checkpoint, tensors = open_folder(source)
     if checkpoint.is_drafter:
         return facts_of_drafter(source, DrafterPort(checkpoint, tensors))
@@ -62,9 +66,7 @@ def look(name: str, drafters: list[str]) -> dict[str, Any]:
     facts = facts_of_plan(target.plan(Options()))
     config = target.config
     facts = {"kind": f"target, {config['model_type']}, {config['num_hidden_layers']} layers"} | facts
-    facts["context memory"] = f"{size(kv_bytes(target.shape()))} for {KV_TOKENS} tokens, 16-bit"
-    facts |= provenance(source)
-    return facts | {"drafters that fit": fitting(target.shape(), [*drafters, *cached_drafters()])}
+    return facts | provenance(source) | facts_of_shape(target.shape(), drafters)
 
 
 def open_target_shape(folder: Path) -> Target:
@@ -77,7 +79,7 @@ def facts_of_plan(plan: Plan) -> dict[str, Any]:
     return {
         "parameters": plan.parameters,
         "bits per weight": round(plan.bits_per_weight, 2),
-        "memory": size(plan.bytes),
+        "memory": size_text(plan.bytes),
         "bytes": plan.bytes,
         "quantized": {kind: f"{count} modules" for kind, count in kinds.items()} or "no",
         "not packed": ", ".join(f"{count} {kind}" for kind, count in dtypes.items()),
@@ -117,28 +119,48 @@ def provenance(source: Source) -> dict[str, Any]:
     return facts
 
 
-def look_gguf(source: Source) -> dict[str, Any]:
+def look_gguf(source: Source, drafters: list[str]) -> dict[str, Any]:
     file = GgufFile(source.path)
-    kinds = Counter(tensor.tensor_type.name for tensor in file.reader.tensors)
-    count = sum(math.prod(int(n) for n in tensor.shape) for tensor in file.reader.tensors)
-    total = sum(int(tensor.n_bytes) for tensor in file.reader.tensors)
+    tensors = file.tensors.values()
+    kinds = Counter(tensor.tensor_type.name for tensor in tensors)
+    count = sum(math.prod(int(n) for n in tensor.shape) for tensor in tensors)
+    total = sum(int(tensor.n_bytes) for tensor in tensors)
     kind = "DFlash drafter" if "dflash" in file.architecture else "target"
-    return {
+    facts = {
         "kind": f"GGUF, {kind}, architecture {file.architecture}",
         "name": file.get("general.name"),
         "parameters": count,
         "bits per weight": round(8 * total / max(count, 1), 2),
-        "memory": size(total),
+        "memory": size_text(total),
         "bytes": total,
         "blocks": dict(kinds),
     }
+    if file.architecture not in FAMILIES:
+        return facts
+    return facts | facts_of_shape(gguf_shape(file), drafters)
 
 
-def kv_bytes(target: Target) -> int:
-    """Keys and values of full-attention layers in 16 bits; a window's or a state's share is small beside them."""
-    kinds = [type(layer).__name__ for layer in target.make_cache().layers]
-    heads = int(target.config.get("num_key_value_heads") or target.config["num_attention_heads"])
-    return kinds.count("FullKV") * 2 * 2 * heads * target.full_head_dim * KV_TOKENS
+def gguf_shape(file: GgufFile) -> Target:
+    """The target that a file's fields describe, without a weight."""
+    config = FAMILIES[file.architecture](file).config("output.weight" not in file.tensors)
+    family = family_of(Checkpoint(file.path, config, {}, []))
+    config = family.prepare(normalise(config, str(file.path)))
+    return family(build(family, config, file.path), config)
+
+
+def facts_of_shape(target: Target, drafters: list[str]) -> dict[str, Any]:
+    fits = fitting(target, [*drafters, *cached_drafters()])
+    return {
+        "context memory": f"{size_text(context_bytes(target))} for {KV_TOKENS} tokens, 16-bit",
+        "drafters that fit": fits,
+    }
+
+
+def context_bytes(target: Target) -> int:
+    """What the caches keep at KV_TOKENS, with the 16-bit activations of a GPU. `target` has no weights, and gets none:
+    the pass is lazy."""
+    target.model.set_dtype(mx.bfloat16)
+    return sum(layer.held(KV_TOKENS) for layer in memory.layer_memory(memory.one_token(target)))
 
 
 def fitting(target: Target, names: list[str]) -> dict[str, str] | str:
@@ -175,7 +197,7 @@ def cached_drafters() -> list[str]:
 
 
 def add_sizes(halves: dict[str, dict[str, Any]]) -> str:
-    return size(sum(facts["bytes"] for facts in halves.values()))
+    return size_text(sum(facts["bytes"] for facts in halves.values()))
 
 
 def one_line_of(facts: dict[str, Any]) -> str:

@@ -101,10 +101,14 @@ def quantize(
         if (scales := tensors.pop(f"{path}.scales", None)) is not None:
             biases = tensors.pop(f"{path}.biases", None)
             settings = packed_settings(path, modules[path], weight, scales, given)
+            if (whole := tensors.pop(f"{path}.global_scale", None)) is not None:
+                settings = settings | {"global_scale": True}
             already[path] = settings
             if options.dequantize:
-                plan.weights[f"{path}.weight"] = unpack(weight, scales, biases, settings, options, plan)
+                plan.weights[f"{path}.weight"] = unpack(weight, scales, biases, whole, settings, options)
                 continue
+            if whole is not None:
+                plan.weights[f"{path}.global_scale"] = whole
             biases = None if biases is None else cast(plan, f"{path}.biases", biases, options, castable)
             scales = cast(plan, f"{path}.scales", scales, options, castable)
         else:
@@ -147,12 +151,21 @@ def packed_settings(
 
 
 def unpack(
-    weight: mx.array, scales: mx.array, biases: mx.array | None, settings: Settings, options: Options, plan: Plan
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    whole: mx.array | None,
+    settings: Settings,
+    options: Options,
 ) -> mx.array:
+    """The values of a packed matrix. whole: (experts,) nvfp4's scales of whole tensors."""
     dtype = FLOATS[options.dtype] if options.dtype else scales.dtype if biases is not None else mx.bfloat16
-    how: dict[str, Any] = {k: settings[k] for k in ("group_size", "bits", "mode")}
+    how: dict[str, Any] = {k: settings[k] for k in ("group_size", "bits", "mode")} | {"dtype": mx.float32}
+    if whole is not None:
+        experts = zip(weight, scales, whole, strict=True)
+        return mx.stack([mx.dequantize(w, s, global_scale=g, **how) for w, s, g in experts]).astype(dtype)
     wide = (scales.astype(mx.float32), biases.astype(mx.float32)) if biases is not None else (scales, None)
-    return mx.dequantize(weight, wide[0], wide[1], **how, dtype=mx.float32).astype(dtype)
+    return mx.dequantize(weight, wide[0], wide[1], **how).astype(dtype)
 
 
 def cast(plan: Plan, name: str, value: mx.array, options: Options, castable: Callable[[str], bool]) -> mx.array:
@@ -218,7 +231,8 @@ def fill(model: nn.Module, tensors: Tensors, given: dict[str, Any] | None) -> No
     def packed_like(path: str, module: nn.Module) -> Settings | bool:
         if (scales := tensors.get(f"{path}.scales")) is None:
             return False
-        return packed_settings(path, module, tensors[f"{path}.weight"], scales, given)
+        settings = packed_settings(path, module, tensors[f"{path}.weight"], scales, given)
+        return settings | ({"global_scale": True} if f"{path}.global_scale" in tensors else {})
 
     nn.quantize(model, class_predicate=packed_like)
     model.load_weights(list(tensors.items()), strict=True)
@@ -230,7 +244,8 @@ def check_names(wanted: set[str], found: set[str], where: str) -> None:
     """Every tensor used, none missing. Names of packed parts count as their weight's."""
 
     def unpacked(names: set[str]) -> set[str]:
-        return {n.rpartition(".")[0] + ".weight" if n.endswith((".scales", ".biases")) else n for n in names}
+        parts = (".scales", ".biases", ".global_scale")
+        return {n.rpartition(".")[0] + ".weight" if n.endswith(parts) else n for n in names}
 
     if unknown := sorted(unpacked(found) - wanted):
         raise UnsupportedError(f"{where} holds {unknown[0]}, which has no place in the model; it is another variant")

@@ -1,14 +1,16 @@
 """Carry out conversions: open, plan, write beside, record, rename. One function for each thing that is converted."""
 
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from mlx_dflash import __version__
+from mlx_dflash import __version__, registry
 from mlx_dflash.checkpoint import has_tokenizer
+from mlx_dflash.download import size_text
 from mlx_dflash.errors import CheckpointError, RequestError
 from mlx_dflash.pair import DRAFT, PAIR, TARGET
 
@@ -18,7 +20,7 @@ from .plan import Options, Plan
 from .source import RECORD, Source, find, open_folder
 from .target import COPIED, Port
 from .verify import measure, summary
-from .writer import check_free_name, size, staged, write_json, write_weights
+from .writer import check_free_name, staged, write_json, write_weights
 
 P = TypeVar("P", Port, DrafterPort)
 
@@ -27,7 +29,10 @@ CACHE_BYTES = 256_000_000  # what MLX may keep of freed buffers while converting
 
 @dataclass
 class Request:
-    """One conversion. name: folder, .gguf file or hub name; folder: where the result goes."""
+    """One conversion. name: folder, .gguf file or hub name; folder: where the result goes.
+
+    elsewhere: what a user can do where that has no room.
+    """
 
     name: str
     folder: Path
@@ -35,6 +40,10 @@ class Request:
     revision: str | None = None
     force: bool = False
     copy_code: bool = False
+    elsewhere: str = "give another --mlx-path"
+
+    def staged(self) -> AbstractContextManager[Path]:
+        return staged(self.folder, self.force, self.elsewhere)
 
 
 def say(line: str) -> None:
@@ -70,7 +79,7 @@ def convert_target(request: Request, verify: bool = False, draft_model: str | No
     limit_cache()
     check_free_name(request.folder, request.force)
     source = find(request.name, request.revision)
-    with staged(request.folder, request.force) as staging, scratch_of(staging) as scratch:
+    with request.staged() as staging, scratch_of(staging) as scratch:
         port = open_target(source, scratch)
         draft = None
         if draft_model is not None:
@@ -81,6 +90,7 @@ def convert_target(request: Request, verify: bool = False, draft_model: str | No
             port.tensors.clear()  # a tensor that is read stays in memory as long as anything refers to it
         record = write_model("target", plan, staging, source, request)
         copy_texts(port.checkpoint.folder, staging, request.copy_code)
+        write_card(source, staging)
         if verify:
             measured = measure(port, staging, draft, None)
             finish_verify(record, measured)
@@ -94,7 +104,7 @@ def convert_drafter(request: Request, target: str | None = None) -> dict[str, An
     limit_cache()
     check_free_name(request.folder, request.force)
     source = find(request.name, request.revision, drafter=True)
-    with staged(request.folder, request.force) as staging, scratch_of(staging) as scratch:
+    with request.staged() as staging, scratch_of(staging) as scratch:
         port = open_drafter(source, scratch)
         if target is not None:
             port.check(open_target(find(target), scratch / "target").shape())
@@ -112,7 +122,7 @@ def convert_pair(target: Request, drafter: Request, verify: bool = False) -> dic
     folder = target.folder
     check_free_name(folder, target.force)
     sources = find(target.name, target.revision), find(drafter.name, drafter.revision, drafter=True)
-    with staged(folder, target.force) as staging, scratch_of(staging) as scratch:
+    with target.staged() as staging, scratch_of(staging) as scratch:
         port = open_target(sources[0], scratch / TARGET)
         draft = open_drafter(sources[1], scratch / DRAFT)
         draft.check(port.shape())
@@ -125,6 +135,7 @@ def convert_pair(target: Request, drafter: Request, verify: bool = False) -> dic
             draft.tensors.clear()
         record["target"] = write_model("target", plans[0], staging / TARGET, sources[0], target)
         copy_texts(port.checkpoint.folder, staging / TARGET, target.copy_code)
+        write_card(sources[0], staging / TARGET)
         record["drafter"] = write_model("drafter", plans[1], staging / DRAFT, sources[1], drafter)
         config = draft.layout.config
         record |= {
@@ -165,7 +176,8 @@ def write_model(kind: str, plan: Plan, folder: Path, source: Source, request: Re
     facts = (plan.parameters, plan.bits_per_weight)
     packed = len(plan.quantization)
     options = request.options
-    say(f"{kind} {source.name}: {facts[0] / 1e6:.1f} M parameters, {size(plan.bytes)}, {facts[1]:.2f} bits a weight")
+    count, bits = f"{facts[0] / 1e6:.1f} M parameters", f"{facts[1]:.2f} bits a weight"
+    say(f"{kind} {source.name}: {count}, {size_text(plan.bytes)}, {bits}")
     tell(plan)
     hashes = write_weights(folder, plan.weights)
     write_json(folder / "config.json", plan.config, sort=True)
@@ -217,8 +229,20 @@ def copy_texts(source: Path, folder: Path, code: bool) -> None:
     for pattern in (*COPIED, *(["*.py"] if code else [])):
         for file in sorted(source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
+    if code and not list(folder.glob("*.py")):
+        say(f"  no *.py files in {source} to copy (none is fetched from the hub)")
     if not has_tokenizer(folder):
         raise CheckpointError(f"{source} has no tokenizer files; give a complete model folder")
+
+
+def write_card(source: Source, folder: Path) -> None:
+    """README.md with what the target was made of, as mlx-lm's converter writes it: by it the registry knows the target
+    again, and finds its drafter. Nothing where the source has no name on the hub."""
+    is_name = source.revision is not None and not source.is_gguf
+    base = source.name if is_name else registry.base_model(source.path) if source.path.is_dir() else None
+    if base is not None:
+        said = f"Converted from {base} by mlx_dflash {__version__}; see {RECORD}.\n"
+        (folder / "README.md").write_text(f"---\nlibrary_name: mlx\nbase_model: {base}\n---\n\n{said}", "utf-8")
 
 
 def finish_verify(record: dict[str, Any], measured: dict[str, Any]) -> None:

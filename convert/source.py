@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
 
@@ -17,6 +17,7 @@ from mlx_dflash.checkpoint import Checkpoint, load_arrays, open_checkpoint, read
 from mlx_dflash.download import COMMIT, fetch
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 from mlx_dflash.hub import DEMO, demo_target_folder, drafter_folder
+from mlx_dflash.pair import DRAFT, TARGET, part
 
 RECORD = "conversion.json"
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -51,7 +52,7 @@ class Source:
 
 
 def find(name: str, revision: str | None = None, drafter: bool = False) -> Source:
-    """The local files of a folder, a .gguf file, a hub name, `owner/repository/file.gguf`, or "demo".
+    """The local files of a folder, a pair's half, a .gguf file, a hub name, `owner/repository/file.gguf`, or "demo".
 
     Raises CheckpointError or UnsupportedError where there are none that can be read.
     """
@@ -59,15 +60,15 @@ def find(name: str, revision: str | None = None, drafter: bool = False) -> Sourc
         return Source(name, drafter_folder(DEMO) if drafter else demo_target_folder())
     path = Path(name).expanduser()
     if path.exists():
-        return local(name, path)
+        if revision is not None:
+            raise CheckpointError(f"{name} is on this disk, where it has no revision {revision}; leave it out")
+        half = part(path, DRAFT if drafter else TARGET) if path.is_dir() else path
+        return local(name, half)
     parts = name.split("/")
     if path.is_absolute() or name.startswith((".", "~")) or len(parts) not in (2, 3) or not all(parts):
         raise CheckpointError(f"{name} does not exist; give a folder, a .gguf file or a hub name like Qwen/Qwen3-4B")
     try:
-        if len(parts) == 3:
-            path = Path(hf_hub_download("/".join(parts[:2]), parts[2], revision=revision))
-        else:
-            path = fetch(name, revision)
+        path = fetch(name, revision) if len(parts) == 2 else gguf_of_hub("/".join(parts[:2]), parts[2], revision)
     except (TransportError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         reason = " ".join(str(e).split())[:200] or type(e).__name__
         raise CheckpointError(
@@ -77,6 +78,15 @@ def find(name: str, revision: str | None = None, drafter: bool = False) -> Sourc
     commit = (path if path.is_dir() else path.parent).name
     source.revision = commit if COMMIT.fullmatch(commit) else revision
     return source
+
+
+def gguf_of_hub(repository: str, file: str, revision: str | None) -> Path:
+    """One file of a repository: the cached one, unless `revision` is a branch or tag, which may have moved."""
+    if revision is None or COMMIT.fullmatch(revision):
+        found = try_to_load_from_cache(repository, file, revision=revision)
+        if isinstance(found, str):
+            return Path(found)
+    return Path(hf_hub_download(repository, file, revision=revision))
 
 
 def local(name: str, path: Path) -> Source:

@@ -16,6 +16,7 @@ from mlx_dflash.checkpoint import Checkpoint, read_json
 from mlx_dflash.errors import CheckpointError, UnsupportedError
 from mlx_dflash.targets import Target, family_of, one_line, private_arrays
 from mlx_dflash.targets.config import normalise
+from mlx_dflash.targets.experts import ONE, stack_experts
 
 from .decode import Tensors, decode
 from .plan import Options, Plan, check_names, check_shapes, fill, quantize
@@ -37,7 +38,7 @@ class Port:
         folder = checkpoint.folder
         family = family_of(checkpoint)
         raw = load_config(folder)
-        if (extra := folder / "hf_quant_config.json").exists() and "quantization_config" not in raw:
+        if (extra := folder / "hf_quant_config.json").exists() and not raw.get("quantization_config"):
             raw["quantization_config"] = {"quant_method": "modelopt", **read_json(extra)}
         try:
             self.config = family.prepare(normalise(raw, str(folder / "config.json")))
@@ -61,6 +62,8 @@ class Port:
         before = {name: value.nbytes for name, value in tensors.items()}
         try:
             out: Tensors = model.sanitize(dict(tensors))
+            if any(ONE.fullmatch(name) for name in out):  # parts of packed experts that it does not know
+                out = stack_experts(out)
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as e:
             raise CheckpointError(
                 f"{self.checkpoint.folder} does not load as {self.config['model_type']}: {one_line(e)}; download it "

@@ -5,6 +5,7 @@ folder's name, and what was left beside it is removed by the next run.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 
 from mlx_dflash.checkpoint import INDEX
+from mlx_dflash.download import size_text
 from mlx_dflash.errors import CheckpointError
 
 SHARD_BYTES = 5_000_000_000  # mlx-lm's size of a shard
@@ -39,11 +41,11 @@ DTYPES: dict[Any, tuple[str, Any]] = {
 
 
 @contextlib.contextmanager
-def staged(folder: Path, force: bool = False) -> Iterator[Path]:
+def staged(folder: Path, force: bool = False, elsewhere: str = "give another --mlx-path") -> Iterator[Path]:
     """A new folder beside `folder` to write into; renamed to `folder` at the end, removed if anything goes wrong.
 
-    force: `folder` may exist and is replaced, if it is a model folder. Raises CheckpointError where it may not be
-    written, or the disk fills up.
+    force: `folder` may exist and is replaced, if it is a model folder. elsewhere: what to do where there is no room.
+    Raises CheckpointError where it may not be written, or the disk fills up.
     """
     folder = Path(os.path.abspath(folder.expanduser()))
     check_free_name(folder, force)
@@ -53,7 +55,7 @@ def staged(folder: Path, force: bool = False) -> Iterator[Path]:
         staging = folder.parent / f".{folder.name}.partial-{os.getpid()}"
         staging.mkdir()
     except OSError as e:
-        raise CheckpointError(f"{folder} can't be written ({e.strerror or e}); give another --mlx-path") from e
+        raise CheckpointError(f"{folder} can't be written ({e.strerror or e}); {elsewhere}") from e
     try:
         yield staging
         old = None
@@ -65,7 +67,8 @@ def staged(folder: Path, force: bool = False) -> Iterator[Path]:
             shutil.rmtree(old)
     except OSError as e:
         shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"{folder} can't be written ({e.strerror or e}); free some space, then run again") from e
+        why = e.strerror or e
+        raise CheckpointError(f"{folder} can't be written ({why}); free some space, or {elsewhere}") from e
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -99,13 +102,11 @@ def alive(pid: int) -> bool:
 
 
 def check_space(folder: Path, need: int) -> None:
-    """Raise CheckpointError unless the disk has room for `need` bytes and a little more."""
+    """Raise OSError unless the disk has room for `need` bytes and a little more."""
     free = shutil.disk_usage(folder).free
     if free < need + SLACK_BYTES:
-        raise CheckpointError(
-            f"{folder.parent} has {size(free)} free, the result needs {size(need + SLACK_BYTES)}; free some space, or "
-            "give another --mlx-path"
-        )
+        room = f"{size_text(free)} are free, {size_text(need + SLACK_BYTES)} are needed"
+        raise OSError(errno.ENOSPC, room)
 
 
 class Progress:
@@ -125,16 +126,12 @@ class Progress:
         spent = now - self.begun
         left = spent * (self.total - self.done) / max(self.done, 1)
         share = self.done / self.total
-        text = f"{self.what} {share:4.0%}  {size(self.done)} of {size(self.total)}, {clock(left)} left"
+        text = f"{self.what} {share:4.0%}  {size_text(self.done)} of {size_text(self.total)}, {clock(left)} left"
         if self.bar:
             end = "\n" if self.done >= self.total else ""
             print(f"\r[{'#' * int(24 * share):<24}] {text} ", end=end, file=sys.stderr, flush=True)
         else:
             print(text, file=sys.stderr, flush=True)
-
-
-def size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def clock(seconds: float) -> str:

@@ -73,10 +73,11 @@ class GenerationResult:
 
 
 def load(path_or_name: str | Path = "demo", revision: str | None = None) -> tuple[Target, TokenizerWrapper]:
-    """Load a target: a local folder, a Hugging Face name, or "demo" (SmolLM2-135M-Instruct).
+    """Load a target: a local folder, a Hugging Face name, a .gguf file, or "demo" (SmolLM2-135M-Instruct).
 
-    revision: branch, tag or commit of a Hugging Face name; None: what the cache has, else the newest. Raises
-    CheckpointError (missing, cut or wrong files), UnsupportedError (another model family).
+    A .gguf file (or `owner/repository/file.gguf`) is converted into the cache when it is first loaded. revision:
+    branch, tag or commit of a Hugging Face name; None: what the cache has, else the newest. Raises CheckpointError
+    (missing, cut or wrong files), UnsupportedError (another model family).
     """
     folder = hub.target_folder(str(path_or_name), revision)
     target = open_target(folder)
@@ -86,7 +87,7 @@ def load(path_or_name: str | Path = "demo", revision: str | None = None) -> tupl
 
 
 def load_drafter(path_or_name: str | Path, model: Target, revision: str | None = None) -> DFlashDrafter | Lookup:
-    """Load a drafter, a local folder, a Hugging Face name, "demo" or "auto", and bind it to `model`.
+    """Load a drafter, a local folder, a Hugging Face name, a .gguf file, "demo" or "auto", and bind it to `model`.
 
     "lookup" loads nothing: drafts are what followed the last tokens where they stood before in the text.
     "auto" is the drafter that the registry knows for the target that `load` loaded, at its pinned revision. Raises

@@ -73,12 +73,12 @@ def build_parser() -> Parser:
     add(
         "--model",
         default=None,
-        help="model folder or Hugging Face name (default: the demo pair)",
+        help="model folder, .gguf file or Hugging Face name (default: the demo pair)",
     )
     add(
         "--draft-model",
         default=None,
-        help="drafter folder or Hugging Face name; lookup: from the text itself (default: the model's known one)",
+        help="drafter folder, .gguf file or name; lookup: from the text itself (default: the model's known one)",
     )
     add("--draft-window", type=int, default=None, metavar="N", help="last tokens that a drafter without a window sees")
     add(

@@ -34,6 +34,8 @@ OTHER_TOOLS = {"lmstudio": ("~/.lmstudio/models", "~/.cache/lm-studio/models")}
 
 def target_folder(name: str, revision: str | None = None) -> Path:
     """The local folder of a target, a pair's own half; CheckpointError if there is none and none can be had."""
+    if is_gguf(name):
+        return gguf_folder(name, revision, drafter=False)
     return demo_target_folder() if name == DEMO else pair.part(model_folder(name, revision), pair.TARGET)
 
 
@@ -41,7 +43,20 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
     """The local folder of a drafter, a pair's own half; the demo's comes with the package."""
     if name == DEMO:
         return Path(str(resources.files("mlx_dflash") / "data" / "demo_drafter"))
+    if is_gguf(name):
+        return gguf_folder(name, revision, drafter=True)
     return pair.part(model_folder(name, revision), pair.DRAFT)
+
+
+def is_gguf(name: str) -> bool:
+    return name.endswith(".gguf") and not Path(name).expanduser().is_dir()
+
+
+def gguf_folder(name: str, revision: str | None, drafter: bool) -> Path:
+    """The MLX folder of a .gguf file, local or `owner/repository/file.gguf`, converted into the cache once."""
+    from .convert.cached import converted  # which knows this module's names
+
+    return converted(name, revision, drafter, cache_folder())
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
@@ -55,7 +70,9 @@ def model_folder(name: str, revision: str | None = None) -> Path:
             raise CheckpointError(f"{name} is a local folder, which has no revision {revision}; leave it out")
         return path
     if path.is_file():
-        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
+        raise CheckpointError(
+            f"{name} is a file; give the folder that holds config.json and *.safetensors, or a .gguf file"
+        )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise CheckpointError(f"{name} does not exist; give a folder or a hub name like mlx-community/Qwen3-4B-4bit")
     if revision is None and (folder := other_tools_folder(name)) is not None and find_cached(name)[0] is None:

@@ -1,11 +1,15 @@
 """What test files share. Whole models for tests are in tiny.py."""
 
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import tiny
+from stub_hub import DRAFTER, TARGET, StubHub, point_to
 
-from mlx_dflash import calibrate
+from mlx_dflash import calibrate, download
 from mlx_dflash.costs import Costs, Curve
 
 
@@ -30,3 +34,23 @@ def flat_costs(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     flat = {source: {2: 1e-3, 16: 1e-3} for source in ("drafter", "lookup")}
     monkeypatch.setattr(calibrate, "measure", lambda *_: Costs({0: Curve(1e-3, flat)}))
     monkeypatch.setattr(calibrate, "folder", lambda: tmp_path_factory.mktemp("costs"))
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubHub]:
+    """A stub hub with a tiny pair, an empty cache, and no other network."""
+    server = StubHub()
+    server.add(TARGET, tiny.target_folder())
+    server.add(DRAFTER, tiny.draft_folder())
+    point_to(monkeypatch, server.url, tmp_path / "hub")
+    monkeypatch.setattr(download, "LARGE", 20_000)
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # written at a time, of 10 MB
+    real = socket.socket.connect
+
+    def local_only(self: socket.socket, address: tuple[str, int]) -> None:
+        assert address[0] in ("127.0.0.1", "::1"), address
+        return real(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", local_only)
+    yield server
+    server.close()

@@ -12,15 +12,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub.constants as constants
+import pytest
+
+TARGET, DRAFTER = "someone/tiny", "someone/tiny-DFlash"  # the fixture `stub` has a tiny pair under these names
 LFS_FROM = 20_000  # bytes from which on a file lies in the content store
 
 
 class Repository:
-    """Branch `main` of a folder's files; `move` gives it a new commit."""
+    """Branch `main` of a folder's files; `move` gives it a new commit. tags: name -> commit."""
 
     def __init__(self, folder: Path):
         self.files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         self.commits: dict[str, dict[str, bytes]] = {}
+        self.tags: dict[str, str] = {}
         self.move(self.files)
 
     def move(self, files: dict[str, bytes]) -> str:
@@ -48,7 +53,7 @@ class StubHub:
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.store = f"http://localhost:{self.server.server_port}"  # another host, as the real store is
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def add(self, name: str, folder: Path) -> Repository:
         self.repositories[name] = Repository(folder)
@@ -93,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         if name not in hub.repositories:
             return self.send(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
         repository = hub.repositories[name]
-        commit = repository.main if revision == "main" else revision
+        commit = repository.main if revision == "main" else repository.tags.get(revision, revision)
         if commit not in repository.commits:
             return self.send(404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
         files = repository.commits[commit]
@@ -148,6 +153,17 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(self.hub.slow)
         except OSError:  # the client is gone
             self.close_connection = True
+
+
+def point_to(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Make huggingface_hub ask `url` and keep what it gets in `cache`."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("MLX_DFLASH_MODELS", raising=False)
 
 
 def hash_of(data: bytes) -> str:

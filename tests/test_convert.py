@@ -11,7 +11,7 @@ from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.recipe import make_recipe
 from mlx_dflash.convert.run import Request, convert_drafter, convert_target
 from mlx_lm.utils import load_model
-from tiny import GOLDEN, command_line, draft_folder, target_folder
+from tiny import GOLDEN, command_line, copy_folder, draft_folder, target_folder
 
 from mlx_dflash import generate, load, load_drafter
 from mlx_dflash.checkpoint import hold_in_fp32
@@ -150,6 +150,62 @@ def test_shards_and_their_index(tmp_path, monkeypatch):
     monkeypatch.undo()
     convert(tmp_path / "sharded", tmp_path / "whole")
     assert mx.array_equal(logits(tmp_path / "whole"), logits(target_folder()))
+
+
+FLOATS = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+def narrow_source(family, kind, folder, sharded):
+    """A golden target in 16 bits, in one file or in three shards with an index. Its values need all of them."""
+    source = copy_folder(target_folder(family), folder, {"dtype": kind}, lambda w: cast_all(w, kind, 1.001))
+    if sharded:
+        arrays = mx.load(str(source / "model.safetensors"))
+        mx.eval(arrays)
+        (source / "model.safetensors").unlink()
+        where = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(arrays)}
+        for shard in set(where.values()):
+            mx.save_safetensors(str(source / shard), {n: a for n, a in arrays.items() if where[n] == shard})
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return source
+
+
+def cast_all(weights, kind, factor=1.0):
+    return {name: (value * factor).astype(FLOATS[kind]) for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma4_moe"])
+def test_sources_in_16_bits_keep_dtype_and_values(family, kind, sharded, tmp_path, capsys):
+    """Widths of 16 bits stay unless another is asked for; then a line says which became which."""
+    source = narrow_source(family, kind, tmp_path / "source", sharded)
+    same = convert(source, tmp_path / "same")
+    weights = mx.load(str(tmp_path / "same" / "model.safetensors"))
+    assert {v.dtype for v in weights.values()} == {FLOATS[kind]} and same["casts"] == {}
+    assert "cast from" not in capsys.readouterr().out
+    expected = logits(source)
+    assert mx.array_equal(logits(tmp_path / "same"), expected)
+    if family != "qwen3_5":  # whose norms get 1 added, in 16 bits as in mlx-lm
+        widened = copy_folder(
+            target_folder(family), tmp_path / "w", tensors=lambda w: cast_all(cast_all(w, kind, 1.001), "float32")
+        )
+        assert mx.array_equal(logits(widened), expected)
+
+    wide = convert(source, tmp_path / "wide", dtype="float32")
+    changed = [n for n, v in mx.load(str(tmp_path / "wide" / "model.safetensors")).items() if v.dtype == mx.float32]
+    assert len(weights) - len(changed) == (6 if family == "qwen3_5" else 0)  # A_log, which mlx-lm's rule keeps
+    assert wide["casts"] == {f"{kind} to float32": len(changed)}
+    assert f"{len(changed)} tensors cast from {kind} to float32" in capsys.readouterr().out
+    assert mx.array_equal(logits(tmp_path / "wide"), expected)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_a_drafter_in_16_bits_keeps_them(kind, tmp_path):
+    source = copy_folder(draft_folder(), tmp_path / "source", tensors=lambda w: cast_all(w, kind))
+    assert convert(source, tmp_path / "same", kind=convert_drafter)["casts"] == {}
+    ours, theirs = (mx.load(str(tmp_path / f / "model.safetensors")) for f in ("same", "source"))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[n].dtype == FLOATS[kind] and mx.array_equal(ours[n], theirs[n]) for n in ours)
 
 
 def test_what_is_left_out_is_named_with_the_reason(tmp_path, capsys):

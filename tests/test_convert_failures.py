@@ -136,21 +136,33 @@ def test_too_little_room_is_seen_first(tmp_path, capsys, monkeypatch):
     assert "free some space" in refused(capsys, tmp_path / "out", "target", "--hf-path", target_folder())
 
 
+# The check beforehand is told of much room: the disk fills up afterwards, as when another program writes too.
 FULL = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+import resource, shutil, signal, sys
+if sys.argv.pop(1) == "limit":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+from mlx_dflash.convert import writer
+usage = shutil.disk_usage("/")._replace(free=10**15)
+writer.shutil.disk_usage = lambda _: usage
 from mlx_dflash.convert.cli import main
 main(sys.argv[1:])
 """
+# A disk of 300 kB at $0, seen by this process alone; what is on it at the end goes to stdout.
+SMALL_DISK = 'mount -t tmpfs -o size=300k small "$0" || exit 99; "$@"; code=$?; echo left:; ls -A "$0"; exit $code'
 
 
 def test_a_disk_that_fills_up_while_writing(tmp_path):
-    """A limit on a file's size stands for the full disk: the write fails midway, as there."""
+    """On a disk of 300 kB; where none can be mounted, a limit on the size of files stands for it."""
     arguments = ["target", "--hf-path", str(target_folder()), "--mlx-path", str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, "-c", FULL, *arguments], capture_output=True, text=True)
+    small = ["unshare", "-rm", "sh", "-c", SMALL_DISK, str(tmp_path)]
+    mounts = shutil.which("unshare") and subprocess.run([*small, "true"], capture_output=True).returncode == 0
+    begin = [*small, sys.executable, "-c", FULL, "disk"] if mounts else [sys.executable, "-c", FULL, "limit"]
+    done = subprocess.run([*begin, *arguments], capture_output=True, text=True)
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert done.returncode == 2 and len(errors) == 1 and "can't be written" in errors[0], done.stderr
+    why = "No space left on device" if mounts else "File too large"
+    assert done.returncode == 2 and len(errors) == 1 and "can't be written" in errors[0] and why in errors[0]
+    assert done.stdout.partition("left:\n")[2] == ""
     assert list(tmp_path.iterdir()) == []
 
 

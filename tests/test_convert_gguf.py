@@ -3,20 +3,21 @@
 import json
 from types import SimpleNamespace
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf_families import write_family
+from gguf_files import LLAMA3, finish, write_drafter, write_target
 from mlx_dflash.convert.gguf import convert_gguf
 from mlx_dflash.convert.gguf_file import EXACT, unpack_tensor
+from mlx_dflash.convert.gguf_target import FAMILIES
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.run import Request, convert_drafter, convert_target
-from mlx_lm.models.rope_utils import Llama3RoPE
-from tiny import byte_characters, copy_folder, draft_folder, target_folder, write_gguf
+from tiny import copy_folder, draft_folder, target_folder, write_gguf
 
 from mlx_dflash import CheckpointError, UnsupportedError, generate, load, load_drafter
-from mlx_dflash.drafters.formats import read_layout
 
-gguf = pytest.importorskip("gguf")
 IDS = mx.array([[5, 9, 200, 31, 7, 120]])
 Kind = gguf.GGMLQuantizationType
 
@@ -70,119 +71,12 @@ def test_a_demo_like_file_equals_the_demos_own_loader(tmp_path):
     assert "<|im_start|>" in template
 
 
-def permute(rows, heads):
-    """llama.cpp's order of q and k rows (conversion/llama.py)."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
-
-
-def begin(path, arch, config, rope_theta):
-    """A writer that knows what all architectures say of a model's shape."""
-    w = gguf.GGUFWriter(str(path), arch)
-    w.add_block_count(config["num_hidden_layers"])
-    w.add_context_length(256)
-    w.add_embedding_length(config["hidden_size"])
-    w.add_feed_forward_length(config["intermediate_size"])
-    w.add_head_count(config["num_attention_heads"])
-    w.add_head_count_kv(config["num_key_value_heads"])
-    w.add_key_length(config["head_dim"])
-    w.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    w.add_rope_freq_base(rope_theta)
-    return w
-
-
-def write_target(path, family, arch, kind=None):
-    """A golden target as llama.cpp's converter writes it, with a byte-level vocabulary of 300 tokens."""
-    config = json.loads((target_folder(family) / "config.json").read_text())
-    config |= config.get("text_config") or {}
-    weights = {k: np.array(v) for k, v in mx.load(str(target_folder(family) / "model.safetensors")).items()}
-    w = begin(path, arch, config, (config.get("rope_parameters") or config)["rope_theta"])
-    if arch == "muse-glimmer":
-        w.add_sliding_window(config["sliding_window"])
-        w.add_array(
-            "muse-glimmer.attention.sliding_window_pattern", [k == "sliding_attention" for k in config["layer_types"]]
-        )
-        w.add_final_logit_softcapping(config["final_logit_softcapping"])
-        w.add_logit_scale(config["output_multiplier"])
-    if arch == "qwen3moe":
-        w.add_expert_count(config.get("num_experts") or config["num_local_experts"])
-        w.add_expert_used_count(config["num_experts_per_tok"])
-        w.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    tokens = [*byte_characters(), *(f"<{i}>" for i in range(43)), "ab"]
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("smollm")
-    w.add_token_list(tokens)
-    w.add_token_types([1] * 256 + [3] * 43 + [1])
-    w.add_token_merges(["a b"])
-    w.add_eos_token_id(257)
-    w.add_bos_token_id(256)
-    for name, value in renamed(weights, config, arch).items():
-        matrix = value.ndim == 2 and value.shape[-1] % 32 == 0 and kind is not None
-        w.add_tensor(name, gguf.quantize(value, kind) if matrix else value, raw_dtype=kind if matrix else None)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
-
-
-LAYER = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-LAYER |= {"self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-LAYER |= {
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-}
-LAYER |= {"post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp"}
-MUSE = {"self_attn.gate_proj": "attn_gate", "post_attention_layernorm": "post_attention_norm"}
-MUSE |= {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-
-
-def llama3_factors(dims, base):
-    """How much longer each period gets (mlx-lm's own module, as transformers')."""
-    scaled = Llama3RoPE(dims, 4096, False, base, LLAMA3)._freqs
-    return np.array(scaled, np.float32) / np.array([base ** (i / dims) for i in range(0, dims, 2)], np.float32)
-
-
-def renamed(weights, config, arch):
-    names = LAYER | (MUSE if arch == "muse-glimmer" else {})
-    top = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-    out, experts = {}, {}
-    for name, value in weights.items():
-        path = name.removeprefix("model.").removeprefix("language_model.").removesuffix(".weight")
-        if path.startswith("vision_"):
-            continue  # a file of its own, mmproj
-        if not path.startswith("layers."):
-            out[f"{top[path]}.weight"] = value
-            continue
-        layer, module = path.removeprefix("layers.").split(".", 1)
-        if module.startswith("mlp.experts."):
-            _, _, expert, part = module.split(".")
-            experts.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", {})[int(expert)] = value
-            continue
-        if module in ("self_attn.q_proj", "self_attn.k_proj") and arch in ("llama", "muse-glimmer"):
-            value = permute(value, config["num_attention_heads" if "q_" in module else "num_key_value_heads"])
-        if arch == "muse-glimmer" and module.endswith("layernorm"):
-            value = value + np.float32(1)
-        out[f"blk.{layer}.{names[module]}.weight"] = value
-        if arch == "muse-glimmer" and module == "self_attn.q_proj":
-            size = config["head_dim"]
-            out[f"blk.{layer}.attn_q_norm.weight"] = np.full(size, config["qk_scale_factor"], np.float32)
-            out[f"blk.{layer}.attn_k_norm.weight"] = np.ones(size, np.float32)
-    if arch == "llama":
-        out["rope_freqs.weight"] = llama3_factors(config["head_dim"], config["rope_theta"])
-    return out | {name: np.stack([found[i] for i in range(len(found))]) for name, found in experts.items()}
-
-
 def logits(folder):
     target, _ = load(folder)
     return target.forward(IDS, target.make_cache())[0]
 
 
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "muse_glimmer": "muse-glimmer"}
-
-
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 8192}
 
 
 def reference(family, tmp_path):
@@ -202,6 +96,72 @@ def test_a_target_comes_back_from_gguf(family, tmp_path):
         assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == LLAMA3
 
 
+FURTHER = ("gpt_oss_notrunc", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_e", "gemma4_moe")
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_a_target_of_a_further_family_comes_back_from_gguf(family, tmp_path):
+    write_family(tmp_path / "m.gguf", family)
+    record = convert_target(Request(str(tmp_path / "m.gguf"), tmp_path / "out", Options()))
+    assert mx.abs(logits(tmp_path / "out") - logits(target_folder(family))).max() < 1e-4
+    assert set(record["dropped"].values()) <= {"held by the config instead", "mlx-lm's model does not use it"}
+    if family == "gpt_oss_notrunc":
+        layout = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+        assert layout["mode"] == "mxfp4" and record["quantized_modules"] == 18  # three of experts in six layers
+    again = convert_target(Request(str(tmp_path / "out"), tmp_path / "again", Options()))
+    assert again["files"] == record["files"]
+
+
+def rounded(weights):
+    """What Q8_0 makes of every matrix whose rows have whole blocks."""
+
+    def block(name, value):
+        if value.ndim != 2 or value.shape[-1] % 32 or "visual" in name:
+            return value
+        return mx.array(gguf.dequantize(gguf.quantize(np.array(value), Kind.Q8_0), Kind.Q8_0))
+
+    return {name: block(name, value) for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4_moe"])
+def test_packed_rows_and_columns_go_where_the_values_go(family, tmp_path):
+    write_family(tmp_path / "m.gguf", family, Kind.Q8_0)
+    record = convert_target(Request(str(tmp_path / "m.gguf"), tmp_path / "out", Options()))
+    assert record["quantized_modules"] > 0 and "every GGUF block is held exactly" in record["notes"]
+    expected = copy_folder(target_folder(family), tmp_path / "rounded", tensors=rounded)
+    assert mx.abs(logits(tmp_path / "out") - logits(expected)).max() < 1e-4
+
+
+def test_mxfp4_blocks_are_exact():
+    raw = np.random.default_rng(0).integers(0, 256, (6, 16, 17), np.uint8)
+    raw[..., 0] = raw[..., 0] % 40 + 100  # exponents that fp32 holds with every code
+    raw = raw.reshape(6, -1)
+    parts = unpack_tensor(tensor_of(Kind.MXFP4, raw, (6, 512)), note=pytest.fail)
+    values = mx.dequantize(parts["weight"], parts["scales"], group_size=32, bits=4, mode="mxfp4", dtype=mx.float32)
+    assert np.array_equal(np.array(values), gguf.dequantize(raw, Kind.MXFP4))
+
+
+PACKAGE = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+# Listed by the package for variants that are no target here, or held by the config.
+LEFT_OUT = {"rope_freqs", "attn_rot_embd", "ffn_gate_up_exps"}
+LEFT_OUT_OF_LLAMA = {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}
+
+
+@pytest.mark.parametrize("arch", sorted(FAMILIES.keys() & PACKAGE.keys()))
+def test_names_are_those_of_the_gguf_package(arch):
+    """Its map from Hugging Face's names to GGUF's is the inverse of ours, and none of its tensors is forgotten."""
+    family, names = FAMILIES[arch], gguf.get_tensor_name_map(PACKAGE[arch], 1)
+    listed = {gguf.TENSOR_NAMES[t].removeprefix("blk.{bid}.") for t in gguf.MODEL_TENSORS[PACKAGE[arch]]}
+    for module, path in family.layers.items():
+        hub_name = path.replace("switch_mlp", "experts").replace("experts.switch_glu", "experts")
+        found = names.get_name(f"model.layers.0.{hub_name}")
+        assert found == f"blk.0.{module}" or (found is None and module not in listed)
+    assert all(names.get_name(path) == name for name, path in family.top.items())
+    bare = {name.partition(".")[0] for name in family.bare}
+    left_out = LEFT_OUT | (LEFT_OUT_OF_LLAMA if arch == "llama" else set())
+    assert listed - family.layers.keys() - family.top.keys() - bare <= left_out
+
+
 def test_a_quantized_file_gives_the_packages_values(tmp_path):
     """Widths of a golden are no multiples of 32 but for attention's output: those matrices are Q8_0."""
     write_target(tmp_path / "m.gguf", "llama", "llama", Kind.Q8_0)
@@ -212,54 +172,6 @@ def test_a_quantized_file_gives_the_packages_values(tmp_path):
     source = np.array(mx.load(str(target_folder("llama") / "model.safetensors"))[f"{path}.weight"])
     assert np.array_equal(np.array(got), gguf.dequantize(gguf.quantize(source, Kind.Q8_0), Kind.Q8_0))
     assert mx.abs(logits(tmp_path / "out") - logits(reference("llama", tmp_path))).max() < 0.2
-
-
-def write_drafter(path, family, fork):
-    """A golden z-lab drafter in either GGUF architecture."""
-    config = json.loads((draft_folder(family) / "config.json").read_text())
-    arch = "dflash-draft" if fork else "dflash"
-    layout = read_layout(config, "config.json")
-    w = begin(path, arch, config, layout.config.rope_theta)
-    w.add_uint32(f"{arch}.vocab_size", 300)
-    taps, mask = list(layout.config.target_layer_ids), layout.config.mask_token_id
-    if fork:
-        w.add_uint32(f"{arch}.dflash.block_size", layout.config.block_size)
-        w.add_uint32(f"{arch}.dflash.mask_token_id", mask)
-        w.add_array(f"{arch}.dflash.target_layer_ids", taps)
-    else:
-        w.add_uint32("dflash.block_size", layout.config.block_size)
-        w.add_uint32("tokenizer.ggml.mask_token_id", mask)
-        w.add_array("dflash.target_layers", [tap + 1 for tap in taps])
-    if layout.config.dflash2 is not None:
-        nested = config | (config.get("dflash_config") or {})
-        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            w.add_uint32(f"dflash.{key}", nested[key])
-    layer = LAYER | {
-        "attention_conv.kernel_projection": "attn_conv_proj",
-        "mlp_conv.kernel_projection": "ffn_conv_proj",
-    }
-    if fork:
-        layer |= {"post_attention_layernorm": "post_attention_norm"}
-    top = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
-    top |= {"fc": "dflash_fc", "hidden_norm": "dflash_hidden_norm"} if fork else {}
-    selector = {"hidden_projection": "selector_hidden", "predecessor_codebook": "selector_predecessor"}
-    selector |= {"successor_codebook": "selector_successor"}
-    for name, value in mx.load(str(draft_folder(family) / "model.safetensors")).items():
-        path_ = layout.rename(name).removesuffix(".weight")
-        if path_.endswith("base_kernel"):
-            _, index, module, _ = path_.split(".")
-            new = f"blk.{index}." + {"attention_conv": "attn_conv_base", "mlp_conv": "ffn_conv_base"}[module]
-        elif path_.startswith("layers."):
-            _, index, module = path_.split(".", 2)
-            new = f"blk.{index}.{layer[module]}.weight"
-        else:
-            leaf = path_.removeprefix("candidate_selector.")
-            new = (selector[leaf] if leaf != path_ else top[path_]) + ".weight"
-        w.add_tensor(new, np.array(value))
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
 
 
 @pytest.mark.parametrize("family, fork", [("qwen3", False), ("qwen3", True), ("qwen3_dflash2", False)])
@@ -273,6 +185,31 @@ def test_a_drafter_comes_back_from_gguf(family, fork, tmp_path):
         for folder in (draft_folder(family), tmp_path / "out")
     ]
     assert runs[0].stats.acceptance_lengths == runs[1].stats.acceptance_lengths and runs[1].stats.rounds > 0
+
+
+def test_a_file_in_parts_is_read_whole(tmp_path):
+    write_target(tmp_path / "m.gguf", "qwen3", "qwen3")
+    write_target(tmp_path / "p.gguf", "qwen3", "qwen3", shard_tensors=40)
+    parts = sorted(tmp_path.glob("p-*.gguf"))
+    assert len(parts) > 1
+    records = {
+        name: convert_target(Request(str(source), tmp_path / name, Options()))
+        for name, source in (("whole", tmp_path / "m.gguf"), ("parts", parts[0]), ("last", parts[-1]))
+    }
+    assert records["whole"]["files"] == records["parts"]["files"] == records["last"]["files"]
+    assert list(records["last"]["source"]["sha256"]) == [part.name for part in parts]
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=parts[1].name):
+        convert_target(Request(str(parts[0]), tmp_path / "out", Options()))
+
+
+def test_an_adapter_is_refused_by_name(tmp_path):
+    w = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
+    w.add_type("adapter")
+    w.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 8), np.float32))
+    finish(w)
+    with pytest.raises(UnsupportedError, match="LoRA adapter"):
+        convert_target(Request(str(tmp_path / "a.gguf"), tmp_path / "out", Options()))
 
 
 def test_files_that_are_refused(tmp_path):

@@ -3,12 +3,15 @@
 import json
 
 import pytest
+from gguf_families import write_family
 from mlx_dflash.convert.cli import main
 from mlx_dflash.convert.inspect import look
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.recipe import make_recipe
 from mlx_dflash.convert.run import Request, convert_pair, convert_target
 from tiny import draft_folder, target_folder, write_gguf
+
+from mlx_dflash.download import size_text
 
 FOUR = Options(make_recipe("affine", 4, 32, skip_unfit=True))
 
@@ -24,6 +27,19 @@ def test_a_target_and_the_drafters_that_fit():
     assert facts["kind"] == "target, qwen3, 8 layers" and facts["bits per weight"] == 32.0
     fits = facts["drafters that fit"]
     assert fits[others[0]].startswith("fits") and fits[others[1]].startswith("no: ")
+
+
+@pytest.mark.parametrize("family, rows", [("qwen3", [8192] * 8), ("muse_glimmer", None)])
+def test_context_memory_counts_windows_as_windows(family, rows):
+    """Keys and values in 16 bits; a sliding layer keeps its window and no more."""
+    config = json.loads((target_folder(family) / "config.json").read_text())
+    config |= config.get("text_config") or {}
+    if rows is None:
+        rows = [config["sliding_window"] if kind == "sliding_attention" else 8192 for kind in config["layer_types"]]
+        assert len(set(rows)) == 2
+    row = 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
+    said = look(str(target_folder(family)), [])["context memory"]
+    assert said == f"{size_text(row * sum(rows))} for 8192 tokens, 16-bit"
 
 
 def test_bits_and_parameters_of_a_quantized_target(tmp_path):
@@ -55,7 +71,17 @@ def test_a_gguf_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["inspect", str(tmp_path / "m.gguf")])
     text = capsys.readouterr().out
-    assert "architecture llama" in text and "Q4_1: 7" in text
+    assert "architecture llama" in text and "Q4_1: 7" in text and "context memory: 2 MB" in text
+
+
+@pytest.mark.parametrize("family", ["gemma4_e", "qwen3_5_moe", "gpt_oss_notrunc"])
+def test_a_gguf_file_says_what_its_folder_says(family, tmp_path):
+    write_family(tmp_path / "m.gguf", family)
+    drafters = [str(draft_folder(family)), str(draft_folder("llama"))]
+    ours, theirs = look(str(tmp_path / "m.gguf"), drafters), look(str(target_folder(family)), drafters)
+    assert ours["context memory"] == theirs["context memory"]
+    fits = [[text.startswith("fits") for text in facts["drafters that fit"].values()] for facts in (ours, theirs)]
+    assert fits[0] == fits[1] and fits[0][0]
 
 
 def test_what_is_not_a_model(tmp_path, capsys):

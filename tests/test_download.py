@@ -11,41 +11,9 @@ import time
 import huggingface_hub.constants as constants
 import pytest
 import tiny
-from stub_hub import StubHub
+from stub_hub import DRAFTER, TARGET
 
-from mlx_dflash import CheckpointError, cli, download, hub, registry
-
-TARGET, DRAFTER = "someone/tiny", "someone/tiny-DFlash"
-
-
-@pytest.fixture
-def stub(monkeypatch, tmp_path):
-    """A stub hub with a tiny pair, an empty cache, and no other network."""
-    server = StubHub()
-    server.add(TARGET, tiny.target_folder())
-    server.add(DRAFTER, tiny.draft_folder())
-    point_to(monkeypatch, server.url, tmp_path / "hub")
-    monkeypatch.setattr(download, "LARGE", 20_000)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # written at a time, of 10 MB
-    real = socket.socket.connect
-
-    def local_only(self, address):
-        assert address[0] in ("127.0.0.1", "::1"), address
-        return real(self, address)
-
-    monkeypatch.setattr(socket.socket, "connect", local_only)
-    yield server
-    server.close()
-
-
-def point_to(monkeypatch, url, cache):
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.delenv("MLX_DFLASH_MODELS", raising=False)
+from mlx_dflash import CheckpointError, cli, hub, registry
 
 
 @pytest.fixture
