@@ -130,7 +130,9 @@ def refusal(name: str, error: Exception) -> str:
         return f"and the hub said {status}, no access: accept the licence at {page}, then {LOG_IN}"
     if isinstance(error, EntryNotFoundError):
         file = error.response.url.path.rpartition("/")[2] if isinstance(error, HfHubHTTPError) else said
-        return f"and the hub said 404, no such file: {file}; the repository is incomplete, or changed just now: try again"
+        return (
+            f"and the hub said 404, no such file: {file}; the repository is incomplete, or changed just now: try again"
+        )
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return (
             f"and the hub said {status}, no such repository; check the name, or if it is private or needs a licence, "

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_steps_use_known_actions_and_the_python_that_the_package_needs(workflow)
 def test_what_the_steps_run_exists(workflow):
     for job in workflow["jobs"].values():
         for words in commands(job):
-            for module in (b for a, b in zip(words, words[1:], strict=False) if a == "-m" and "mlx_dflash" in b):
+            for module in (b for a, b in pairwise(words) if a == "-m" and "mlx_dflash" in b):
                 place = ROOT / module.replace(".", "/")
                 assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
             for script in (w.lstrip("$(") for w in words if re.search(r"\.ci/|\.sh\b", w)):
