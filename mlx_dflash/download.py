@@ -128,8 +128,8 @@ def refusal(name: str, error: Exception) -> str:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, GatedRepoError) or status == 403:
         return f"and the hub said {status}, no access: accept the licence at {page}, then {LOG_IN}"
-    if isinstance(error, EntryNotFoundError):
-        file = error.response.url.path.rpartition("/")[2] if isinstance(error, HfHubHTTPError) else said
+    if isinstance(error, HfHubHTTPError) and isinstance(error, EntryNotFoundError):
+        file = error.response.url.path.rpartition("/")[2]
         return (
             f"and the hub said 404, no such file: {file}; the repository is incomplete, or changed just now: try again"
         )
