@@ -55,17 +55,25 @@ def python_found() -> Finding:
 
 def package(name: str) -> Finding:
     """A package's version, held against what mlx_dflash asks for."""
+    bounds = asked_for(name)
+    text = ",".join(f"{sign}{bound}" for sign, bound in bounds)
+    extra = "[cpu]" if name == "mlx" and sys.platform == "linux" else ""  # else there is no backend
+    remedy = f"python -m pip install '{name}{extra}{text}'"
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Finding(name, BAD, "not installed", "python -m pip install --upgrade mlx-dflash")
+        return Finding(name, BAD, "not installed", remedy)
+    if not all(within(found, sign, bound) for sign, bound in bounds):
+        return Finding(name, BAD, f"{found}, needs {text}", remedy)
+    return Finding(name, GOOD, found)
+
+
+def asked_for(name: str) -> list[tuple[str, str]]:
+    """The bounds on a package's version that mlx_dflash was installed with: ('>=', '0.32.0'), ('<', '0.33')."""
     for wanted in requires("mlx-dflash") or []:
         if re.match(rf"{name}(\[.*\])?(?=[<>=;]|$)", wanted.replace(" ", "")):
-            bounds = sorted(re.findall(r"(>=|<)([\d.]+)", wanted.partition(";")[0]), reverse=True)
-            if not all(within(found, sign, bound) for sign, bound in bounds):
-                text = ",".join(f"{sign}{bound}" for sign, bound in bounds)
-                return Finding(name, BAD, f"{found}, needs {text}", f"python -m pip install '{name}{text}'")
-    return Finding(name, GOOD, found)
+            return sorted(re.findall(r"(>=|<)([\d.]+)", wanted.partition(";")[0]), reverse=True)
+    return []
 
 
 def within(found: str, sign: str, bound: str) -> bool:

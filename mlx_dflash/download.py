@@ -16,6 +16,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -127,6 +128,11 @@ def refusal(name: str, error: Exception) -> str:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, GatedRepoError) or status == 403:
         return f"and the hub said {status}, no access: accept the licence at {page}, then {LOG_IN}"
+    if isinstance(error, HfHubHTTPError) and isinstance(error, EntryNotFoundError):
+        file = error.response.url.path.rpartition("/")[2]
+        return (
+            f"and the hub said 404, no such file: {file}; the repository is incomplete, or changed just now: try again"
+        )
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return (
             f"and the hub said {status}, no such repository; check the name, or if it is private or needs a licence, "

@@ -167,29 +167,41 @@ def drafter_context(drafter: DFlashDrafter, context: int, step: int) -> int:
 
 
 def working(target: Target, drafter: DFlashDrafter | None, cache: TargetCache, context: int, step: int) -> int:
-    """What the largest prefill chunk needs: hidden states, the MLP's inner rows, features, and on the CPU the scores
-    of one attention layer, which Metal's fused kernel never writes out."""
+    """What the largest prefill chunk needs: hidden states, the MLP's inner rows, features, what gated-delta layers
+    hold, and on the CPU the scores of one attention layer, which Metal's fused kernel never writes out."""
     config, size = target.config, item_size(target)
     rows = min(step, context)
-    seen = context if context <= step else context // step * step
-    inner = max(int(config.get(key) or 0) for key in ("intermediate_size", "moe_intermediate_size"))
-    chosen = int(config.get("num_experts_per_tok") or 1) if config.get("moe_intermediate_size") else 1
     taps = len(drafter.taps) if drafter is not None else 0
-    work = rows * size * (6 * target.hidden_size + 3 * inner * chosen + 2 * taps * target.hidden_size)
-    work += 2 * target.vocab_size * 16 * size + recurrent_work(cache, rows, size)
-    if mx.default_device() == mx.Device(mx.cpu):
-        work += rows * seen * (int(config["num_attention_heads"]) * size + 2)
-    return work
-
-
-def recurrent_work(cache: TargetCache, rows: int, size: int) -> int:
-    """What gated-delta layers hold of a chunk: inputs, queries, keys, values and outputs of one layer, and the states
-    before and after in all of them. The factor is measured. cache: of `one_token`."""
+    by_layer = int(config.get("hidden_size_per_layer_input") or 0) * target.num_layers  # Gemma 4's small sizes
+    work = rows * size * ((6 + 2 * taps) * target.hidden_size + 3 * inner_width(target) + 4 * by_layer)
+    work += 2 * target.vocab_size * 16 * size
     held = [layer.now for layer in cache.layers if isinstance(layer, RecurrentState)]
-    if not held:
-        return 0
-    channels = next(moment.conv.shape[2] for moment in held if moment.conv is not None)
-    return 10 * channels * size * rows + 2 * sum(a.nbytes for m in held for a in (m.conv, m.state) if a is not None)
+    work += 2 * sum(a.nbytes for m in held for a in (m.conv, m.state) if a is not None)  # before and after a chunk
+    delta = rows * size * max((m.conv.shape[2] for m in held if m.conv is not None), default=0)
+    if mx.default_device() != mx.Device(mx.cpu):
+        return work + 10 * delta
+    scores = rows * (context if context <= step else context // step * step) * score_bytes(target, size)
+    # Measured. MLX's CPU backend goes row by row, with queries and keys repeated for each value head; or the peak is in
+    # attention, where the next layers' inputs are made beside the scores, but for experts, whose sort waits for them.
+    return work + max(21 * delta, scores + (3 if config.get("moe_intermediate_size") else 11) * delta)
+
+
+def inner_width(target: Target) -> int:
+    """The most inner values that a layer's MLP makes of a row: all chosen experts, and what stands beside them."""
+    chosen = int(target.config.get("num_experts_per_tok") or target.config.get("top_k_experts") or 1)
+    widths: dict[str, int] = {}
+    for name, module in target.model.named_modules():
+        if name.endswith("up_proj"):
+            layer, shape = name.partition("layers.")[2].partition(".")[0], module.weight.shape
+            widths[layer] = widths.get(layer, 0) + shape[-2] * (chosen if len(shape) == 3 else 1)
+    return max(widths.values(), default=0)
+
+
+def score_bytes(target: Target, size: int) -> int:
+    """Bytes of a query and a key in one attention layer's scores and mask; with sinks they are copied twice more."""
+    heads = max(target.config.get("num_attention_heads_per_layer") or [target.config["num_attention_heads"]])
+    sinks = any(name.endswith("sinks") for name, _ in tree_flatten(target.model.parameters()))
+    return int(heads) * size * (3 if sinks else 1) + 2
 
 
 def of_pair(pair: Pair, context: int) -> Estimate:
@@ -200,9 +212,9 @@ def of_pair(pair: Pair, context: int) -> Estimate:
     cpu = mx.default_device() == mx.Device(mx.cpu)
     size, limit = (4 if cpu else 2), machine_limit()
     layers = [LayerMemory(2 * heads * dim * size, window) for n, heads, dim, window in pair.kv for _ in range(n)]
-    width, vocabulary = pair.layouts[-1]["hidden_size"], 250_000
-    draft = pair.layouts[0]
-    row = 2 * draft["num_key_value_heads"] * draft["head_dim"] * draft["num_hidden_layers"] * size
+    width, vocabulary = max(d["hidden_size"] for d in pair.layouts), 250_000
+    # of all releases of the drafter the one that keeps most
+    row = 2 * size * max(d["num_key_value_heads"] * d["head_dim"] * d["num_hidden_layers"] for d in pair.layouts)
     return Estimate(
         context=context,
         target=int(pair.parameters * (4 if cpu else pair.bits / 8)),
@@ -221,8 +233,10 @@ def download_bytes(pair: Pair) -> int:
 
 
 def best_pair(pairs: tuple[Pair, ...]) -> Pair | None:
-    """The largest published pair that fits this machine at the usual context."""
-    return max((p for p in pairs if of_pair(p, USUAL_CONTEXT).fits), key=lambda p: p.parameters, default=None)
+    """The largest published pair that fits this machine at the usual context; of equals the one listed last, which is
+    the later release."""
+    fitting = (p for p in reversed(pairs) if of_pair(p, USUAL_CONTEXT).fits)
+    return max(fitting, key=lambda p: p.parameters, default=None)
 
 
 def warn(found: Estimate, what: str) -> None:

@@ -36,7 +36,10 @@ class Repository:
 
 
 class StubHub:
-    """repositories: by hub name. gated: names that need a licence; renamed: old name -> new name.
+    """repositories: by hub name. gated: names that need a licence -> what their files answer: 401 without a login,
+    403 with one that has not accepted it; what they hold is told to all, as on the real hub. missing: the answer for
+    a name that is not there, 401 or, after a login, 404. lost: files that are listed and not there. renamed: old name
+    -> new name.
 
     drop_after: bytes of a content-store answer after which the connection is cut, once for each entry. slow: seconds
     between pieces. requests: (method, path, Range header) in order.
@@ -44,7 +47,9 @@ class StubHub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
-        self.gated: set[str] = set()
+        self.gated: dict[str, int] = {}
+        self.missing = 401
+        self.lost: set[str] = set()
         self.renamed: dict[str, str] = {}
         self.drop_after: list[int] = []
         self.slow = 0.0
@@ -93,17 +98,20 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(404)
         if name in hub.renamed:
             return self.send(307, {"Location": self.path.replace(name, hub.renamed[name])})
-        if name in hub.gated:
-            return self.send(401, {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {name} is restricted"})
+        if name in hub.gated and kind == "file":
+            headers = {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to model {name} is restricted"}
+            return self.send(hub.gated[name], headers)
         if name not in hub.repositories:
-            return self.send(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+            return self.send(hub.missing, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
         repository = hub.repositories[name]
         commit = repository.main if revision == "main" else repository.tags.get(revision, revision)
         if commit not in repository.commits:
             return self.send(404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
         files = repository.commits[commit]
         if kind == "file":
-            return self.file(commit, files[match[3]]) if match[3] in files else self.send(404)
+            if match[3] in files and match[3] not in hub.lost:
+                return self.file(commit, files[match[3]])
+            return self.send(404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
         entries = [entry(path, data) for path, data in files.items()]
         if kind == "tree":
             return self.send_json([e["tree"] for e in entries])

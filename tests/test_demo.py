@@ -14,7 +14,7 @@ from mlx_dflash.benchmarks.reference import mlx_lm_model, mlx_lm_tokens, write_f
 from mlx_dflash.convert.plan import Options
 from mlx_dflash.convert.run import Request, convert_target
 
-from mlx_dflash import generate, hub, load, load_drafter
+from mlx_dflash import generate, hub, load, load_drafter, memory
 from mlx_dflash.training.prompts import held_out_prompts
 
 TOKENS = 32
@@ -98,6 +98,17 @@ def test_the_fp32_folder_loads_to_the_same_values(pair, tmp_path):
     again, _ = load(tmp_path / "fp32")
     ids = mx.array([[1, 4093, 198, 5]])
     assert mx.array_equal(target.forward(ids, target.make_cache())[0], again.forward(ids, again.make_cache())[0])
+
+
+def test_the_pairs_peak_memory_is_as_told(pair):
+    target, tokenizer, drafter = pair
+    prompt = [(7 * i * i + 3 * i) % 40000 + 100 for i in range(300)]
+    told = memory.estimate(target, drafter, len(prompt) + 4)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    others = mx.get_active_memory() - memory.weight_bytes(target.model) - memory.weight_bytes(drafter.model)
+    assert generate(target, tokenizer, prompt, draft_model=drafter, max_tokens=4).stats.rounds > 0
+    assert told.peak == pytest.approx(mx.get_peak_memory() - others, rel=0.1)
 
 
 def test_the_main_job_prints_text_and_a_summary(pair):

@@ -73,7 +73,10 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         raise doctor.PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor, "version", gone)
-    assert doctor.package("mlx").status == "WRONG"
+    finding = doctor.package("mlx-lm")
+    assert finding.status == "WRONG" and finding.found == "not installed"
+    assert finding.remedy == "python -m pip install 'mlx-lm>=0.32.0,<0.33'"
+    assert "pip install 'mlx" in doctor.package("mlx").remedy
 
 
 def test_too_little_memory_is_noted(monkeypatch):

@@ -173,20 +173,55 @@ def test_a_half_downloaded_snapshot_is_not_taken_for_a_model(stub, no_network):
 # Refusals
 
 
-def test_a_mistyped_name_says_where_it_was_looked_for(stub):
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_mistyped_name_says_where_it_was_looked_for(stub, status):
+    """Without a login the hub does not tell a private repository from none; with one it says 404."""
+    stub.missing = status
     line = refused("someone/tinny")
-    assert line.startswith("someone/tinny is not a folder, not in the cache, and the hub said 401, no such repository")
+    assert line.startswith(
+        f"someone/tinny is not a folder, not in the cache, and the hub said {status}, no such repository"
+    )
     assert "check the name" in line
 
 
-def test_a_gated_repository_names_licence_page_and_login(stub):
-    stub.gated.add(TARGET)
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("large", [20_000, 1 << 30])  # large files are fetched by this package, others by the hub's
+def test_a_gated_repository_names_licence_page_and_login(stub, monkeypatch, status, large):
+    monkeypatch.setattr(download, "LARGE", large)
+    stub.gated[TARGET] = status
     line = refused(TARGET)
-    assert f"accept the licence at {stub.url}/{TARGET}" in line and "hf auth login" in line
+    assert line.startswith(f"{TARGET} is not a folder, ") and f"the hub said {status}, no access" in line
+    assert f"accept the licence at {stub.url}/{TARGET}, then log in with `hf auth login`" in line
 
 
-def test_an_unknown_revision_is_refused(stub):
-    assert "no such revision; check --revision" in refused(TARGET, revision="v9")
+def test_a_gated_repository_is_one_line_and_exit_2_on_the_command_line(stub, capfd):
+    stub.gated[TARGET] = 403
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--model", TARGET, "--prompt", "w5"])
+    out = capfd.readouterr()
+    last = [line for line in out.err.splitlines() if "error" in line]
+    assert stop.value.code == 2 and out.out == "" and len(last) == 1 and "accept the licence at" in last[0]
+
+
+@pytest.mark.parametrize("revision", ["v9", "0" * 40])
+def test_an_unknown_revision_is_refused(stub, revision):
+    line = refused(TARGET, revision=revision)
+    assert line.startswith(f"{TARGET} is not a folder, not in the cache, and the hub said that it has no such revision")
+    assert "check --revision" in line
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_that_is_listed_and_not_there_is_named(stub, file):
+    stub.lost.add(file)
+    line = refused(TARGET)
+    assert f"the hub said 404, no such file: {file}" in line and "no such repository" not in line
+
+
+def test_a_repository_without_weights_is_refused_before_anything_is_fetched(stub):
+    repository = stub.repositories[TARGET]
+    repository.move({"README.md": b"moved"})
+    assert f"{TARGET} has no config.json" in refused(TARGET)
+    assert not stub.asked("/resolve/")
 
 
 def test_a_hub_that_does_not_answer_is_refused(stub, monkeypatch):

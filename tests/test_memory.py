@@ -55,25 +55,51 @@ def test_the_registrys_figures_give_the_same():
     assert sum(layer.held(131072) for layer in layers) == kv(muse(), 131072)
 
 
-def measured(target, tokenizer, drafter, prompt):
+def measured(target, tokenizer, drafter, prompt, **options):
     """The peak of a generation, in bytes, over what other tests hold."""
     others = mx.get_active_memory() - memory.weight_bytes(target.model) - memory.weight_bytes(drafter.model)
     mx.clear_cache()
     mx.reset_peak_memory()
-    result = generate(target, tokenizer, prompt, draft_model=drafter, max_tokens=4)
+    result = generate(target, tokenizer, prompt, draft_model=drafter, max_tokens=4, **options)
     assert result.stats.rounds > 0
     return mx.get_peak_memory() - others
 
 
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="the tiny pair's peak is Metal's buffers")
-@pytest.mark.parametrize("family, tokens", [("qwen3", 1000), ("gemma4", 1000), ("qwen3_5", 1000), ("qwen3", 2600)])
+@pytest.mark.parametrize(
+    "family, tokens",
+    [
+        ("qwen3", 200),
+        ("qwen3", 2600),  # in two chunks
+        ("qwen3_moe", 1000),
+        ("qwen3_next", 200),
+        ("qwen3_5", 200),  # the peak is in the gated-delta rule,
+        ("qwen3_5", 700),  # and here in attention
+        ("qwen3_5_moe", 200),
+        ("gemma4", 1000),
+        ("gemma4_e", 200),
+        ("muse_glimmer", 200),
+        ("gpt_oss_notrunc", 1000),
+        ("laguna", 1000),
+    ],
+)
 def test_a_tiny_pairs_peak_is_as_told(family, tokens):
+    """Every family and so every kind of cache."""
+    as_told(family, tokens)
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="the tiny pair's peak is Metal's buffers")
+def test_a_tiny_pairs_peak_is_as_told_with_quantized_keys_and_values():
+    as_told("qwen3_5", 400, kv_bits=8)
+
+
+def as_told(family, tokens, **options):
     opened = open_target(tiny.target_folder(family))
-    told = memory.estimate(opened, open_drafter(tiny.draft_folder(family), opened), tokens + 4)
+    told = memory.estimate(opened, open_drafter(tiny.draft_folder(family), opened), tokens + 4, **options)
     target, tokenizer = load(tiny.target_folder(family))
     drafter = load_drafter(tiny.draft_folder(family), target)
     prompt = [(7 * i * i + 3 * i) % 280 + 3 for i in range(tokens)]
-    assert told.peak == pytest.approx(measured(target, tokenizer, drafter, prompt), rel=0.1)
+    assert told.peak == pytest.approx(measured(target, tokenizer, drafter, prompt, **options), rel=0.1)
 
 
 def test_the_limit_is_held_against_the_peak_before_a_weight_is_read(monkeypatch, caplog):
