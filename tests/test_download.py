@@ -13,7 +13,7 @@ import pytest
 import tiny
 from stub_hub import DRAFTER, TARGET
 
-from mlx_dflash import CheckpointError, cli, hub, registry
+from mlx_dflash import CheckpointError, cli, download, hub, registry
 
 
 @pytest.fixture
