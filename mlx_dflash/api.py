@@ -172,8 +172,9 @@ def stream_generate(
     model's file). seed None draws a fresh one. All values in force and their origins are in `stats.sampling`.
     logits_processors: pure functions of (tokens, logits (1, vocab)), as in mlx-lm. thinking: on or off in the chat
     template; None leaves it to the template, but off with a drafter known to be trained without. proposals: "argmax" or
-    "coupled" drafts (at draft_temp; None: temp); they change the speed, never the tokens. draft_window: the last rows
-    of context that a drafter without a window of its own sees, draft_sink the first ones that it sees besides.
+    "coupled" drafts (at draft_temp; None: temp; the default from temp 0.5 on); they change the speed, never the tokens.
+    draft_window: the last rows of context that a drafter without a window of its own sees, draft_sink the first ones
+    that it sees besides.
 
     Raises, before anything runs, RequestError for a bad option and UnsupportedError for one of mlx-lm's that this
     version or this model does not have.

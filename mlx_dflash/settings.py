@@ -40,6 +40,9 @@ GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
 }
 PROPOSALS = ("argmax", "coupled")
+COUPLED_FROM = (
+    0.5  # temperature from which coupled drafts are the default: where they were measured to be kept more often
+)
 MOST_TOP_LOGPROBS = 100
 
 # Options of mlx-lm that are refused by name: name -> the value that means "not used".
@@ -126,6 +129,8 @@ def resolve(
     for key, value in given.items():
         if value is not None:
             values[key], origins[key] = value, "request"
+    if origins["proposals"] == "default" and is_number(values["temp"]) and values["temp"] >= COUPLED_FROM:
+        values["proposals"] = "coupled"
     return Settings(values, origins)
 
 

@@ -320,6 +320,18 @@ def test_coupled_proposals_never_change_the_tokens(family):
     assert accepted["coupled"] > 0
 
 
+@pytest.mark.parametrize(("temp", "kind"), [(0.0, "argmax"), (0.49, "argmax"), (0.5, "coupled"), (1.0, "coupled")])
+def test_drafts_are_coupled_by_default_from_temperature_one_half_on(pair, prompt, temp, kind):
+    target, tokenizer, drafter = pair
+    options = {"draft_model": drafter, "block_size": B, "temp": temp, "seed": 5, "max_tokens": 24}
+    run = generate(target, tokenizer, prompt, **options)
+    assert run.stats.sampling["proposals"] == kind and run.stats.sampling["from"]["proposals"] == "default"
+    asked = generate(target, tokenizer, prompt, proposals=kind, **options)
+    assert asked.stats.acceptance_lengths == run.stats.acceptance_lengths and run.stats.rounds > 0
+    other = generate(target, tokenizer, prompt, proposals="argmax", **options)
+    assert other.tokens == run.tokens and other.stats.sampling["from"]["proposals"] == "request"
+
+
 class Knowing(StubDrafter):
     """Knows the target's logits, and chooses as it is told to."""
 
