@@ -32,10 +32,12 @@ def rows_independent() -> bool:
 
 
 def loaded_blas() -> str:
-    """The BLAS library mapped into this process, on Linux; elsewhere the backend's own."""
+    """The BLAS library mapped into this process for MLX, on Linux; elsewhere the backend's own. NumPy brings another."""
     try:
         with open("/proc/self/maps") as f:
-            names = {line.split("/")[-1].strip() for line in f if "blas" in line and ".so" in line}
+            names = {
+                line.split("/")[-1].strip() for line in f if "blas" in line and ".so" in line and "scipy_" not in line
+            }
     except OSError:
         return "backend"
     return ", ".join(sorted(n for n in names if "openblas" in n.lower())) or ", ".join(sorted(names)) or "none"
