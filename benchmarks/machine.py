@@ -32,7 +32,7 @@ def rows_independent() -> bool:
 
 
 def loaded_blas() -> str:
-    """The BLAS library mapped into this process for MLX, on Linux; elsewhere the backend's own. NumPy brings another."""
+    """The BLAS library mapped into this process for MLX, on Linux (not NumPy's own); elsewhere the backend's own."""
     try:
         with open("/proc/self/maps") as f:
             names = {
