@@ -192,12 +192,7 @@ def stream_generate(
     check_kv_quantization(kv_bits, kv_group_size)
     check_block_size(block_size, draft_model)
     check_draft_window(draft_window, draft_sink, draft_model)
-    from_text = draft_model if isinstance(draft_model, Lookup) else None
-    drafter = None if isinstance(draft_model, Lookup) or block_size == 1 else draft_model
-    if drafter is not None and (lookup or (lookup is None and block_size == "auto")):
-        from_text = Lookup(model)
-    if block_size == 1:
-        from_text = None
+    drafter, from_text = who_drafts(draft_model, block_size, lookup)
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], dict)
     drafter_name = getattr(drafter, "name", None) if chat else None
     thinking, decider = decide_thinking(thinking, tokenizer, drafter_name)
@@ -225,7 +220,6 @@ def stream_generate(
     if max(ids) >= model.vocab_size or min(ids) < 0:
         raise RequestError(f"the prompt has token ids outside the model's table of {model.vocab_size} rows")
 
-    window = {} if draft_window is None else {"window": draft_window, "sink": draft_sink}
     controller = None
     if block_size == "auto" and (drafter or from_text):
         controller = Controller(calibrate.costs_of(model, drafter, from_text))
@@ -236,7 +230,7 @@ def stream_generate(
         observer.stats.sampling["thinking"] = thinking
         observer.stats.sampling["from"]["thinking"] = decider
     text = TextStream(tokenizer, stop, interrupted)
-    context = drafter.make_context(**window) if drafter is not None else None
+    context = drafter.make_context(draft_window, draft_sink) if drafter is not None else None
     state = State(ids, model.make_cache(kv_bits, kv_group_size), context)
     width = fixed(block_size) if isinstance(block_size, int) else fixed(1) if controller is None else controller.choose
     history = None if from_text is None else History(state.tokens)
@@ -295,7 +289,7 @@ def respond(
                 response.stats = observer.finish()
                 if controller is not None:
                     stats.width_reason = controller.why(decoder.state.cache.length)
-                    calibrate.remember(decoder.target, decoder.drafter, decoder.state.cache.length)
+                    calibrate.remember(controller.costs, decoder.state.cache.length)
             else:
                 response.text = text.segments.popleft()
             left = time.perf_counter()
@@ -320,6 +314,18 @@ def thinking_option(tokenizer: TokenizerWrapper, thinking: bool) -> dict[str, bo
     if not has_thinking_switch(tokenizer):
         raise RequestError("the chat template has no enable_thinking switch; drop thinking")
     return {"enable_thinking": thinking}
+
+
+def who_drafts(
+    draft_model: DFlashDrafter | Lookup | None, block_size: int | str, lookup: bool | None
+) -> tuple[DFlashDrafter | None, Lookup | None]:
+    """The drafter of a request, and lookup if it may draft, alone or beside it."""
+    if draft_model is None or block_size == 1:
+        return None, None
+    if isinstance(draft_model, Lookup):
+        return None, draft_model
+    beside = block_size == "auto" if lookup is None else lookup
+    return draft_model, Lookup(draft_model.target) if beside else None
 
 
 def check_draft_window(window: int | None, sink: int, draft_model: DFlashDrafter | Lookup | None) -> None:

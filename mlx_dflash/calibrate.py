@@ -48,16 +48,16 @@ def costs_of(target: Target, drafter: DFlashDrafter | None, lookup: Lookup | Non
         if stored is None or any(set(wanted) - set(curve.sources) for curve in stored.curves.values()):
             stored = measure(target, drafter, lookup)
             keep(stored, path)
+        stored.path = path
         known[name] = stored
     return known[name]
 
 
-def remember(target: Target, drafter: DFlashDrafter | None, context: int) -> None:
+def remember(known: Costs, context: int) -> None:
     """Keep what a run learned, as the curve of its context, for later processes."""
-    name = key(target, drafter)
-    if (known := target.costs.get(name)) is not None:
-        known.settle(context)
-        keep(known, folder() / f"{name}.json")
+    known.settle(context)
+    if known.path is not None:
+        keep(known, known.path)
 
 
 def keep(known: Costs, path: Path) -> None:

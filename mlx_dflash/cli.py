@@ -195,20 +195,10 @@ def run(args: argparse.Namespace) -> int:
         result = show(stream, quiet=args.json)
         if thinking is not None:
             result.stats.sampling["from"]["thinking"] = decider
-        report: dict[str, Any] = {
-            "text": result.text,
-            "tokens": result.tokens,
-            "finish_reason": result.finish_reason,
-            "stats": result.stats.to_dict(),
-        }
-        if args.logprobs:
-            report |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
+        report = as_json(result)
         if args.verbose:
-            note(
-                "\n".join(
-                    [pair, *remarks(model, drafter, result.stats, asked), sampling_line(result.stats), summary(result)]
-                )
-            )
+            said = remarks(model, drafter, result.stats, asked)
+            note("\n".join([pair, *said, sampling_line(result.stats), summary(result)]))
         if args.compare and not interrupt.pressed:
             seed = result.stats.sampling.get("seed")
             options["seed"] = args.seed if seed is None else seed
@@ -221,6 +211,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, ensure_ascii=False), flush=True)
     return 130 if interrupt.pressed else 0
+
+
+def as_json(result: GenerationResult) -> dict[str, Any]:
+    """The object that --json prints; log-probabilities where they were asked for."""
+    report: dict[str, Any] = {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "stats": result.stats.to_dict(),
+    }
+    if result.logprobs is not None:
+        report |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
+    return report
 
 
 def wanted_rows(args: argparse.Namespace) -> int | str:

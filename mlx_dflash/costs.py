@@ -48,6 +48,7 @@ class Costs:
     own: dict[Kind, float] = field(default_factory=dict)  # log of what is one kind's alone
     seen: dict[Kind, int] = field(default_factory=dict)
     base: Curve | None = None  # what the corrections are of
+    path: Path | None = None  # the file that keeps the curves
 
     def curve(self, context: int) -> Curve:
         """The curve of this bucket, else the nearest below it, else the lowest; a change drops corrections."""
@@ -58,9 +59,8 @@ class Costs:
         return curve
 
     def seconds(self, source: str, rows: int, context: int = 0) -> float:
-        kind = PLAIN_ROUND if rows == 1 else (source, rows)
         base = self.curve(context).seconds(source, rows)
-        return base * math.exp(self.pace + self.correction(*kind))
+        return base * math.exp(self.pace + self.correction(source, rows))
 
     def correction(self, source: str, rows: int) -> float:
         """The kind's own log-correction; of rows not yet run, on the line between neighbours that were."""

@@ -39,7 +39,7 @@ class History:
             places = self.places.setdefault((tokens[at - 2], tokens[at - 1]), [])
             places.append(at)
             del places[:-PLACES]
-        self.indexed = max(end, self.indexed)
+        self.indexed = end
         best = None
         for at in reversed(self.places.get((tokens[-2], tokens[-1]), ())):
             length = SHORTEST

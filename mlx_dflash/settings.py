@@ -40,9 +40,7 @@ GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
 }
 PROPOSALS = ("argmax", "coupled")
-COUPLED_FROM = (
-    0.5  # temperature from which coupled drafts are the default: where they were measured to be kept more often
-)
+COUPLED_FROM = 0.5  # temperature from which coupled drafts, measured to be kept more often there, are the default
 MOST_TOP_LOGPROBS = 100
 
 # Options of mlx-lm that are refused by name: name -> the value that means "not used".

@@ -8,7 +8,7 @@ under a fixed share of the time.
 
 from collections.abc import Mapping
 
-from .costs import DRAFTER, PLAIN, PLAIN_ROUND, Costs, Kind
+from .costs import DRAFTER, PLAIN_ROUND, Costs, Kind
 from .decode import Width
 from .drafters import DFlashDrafter
 from .errors import RequestError
@@ -16,13 +16,14 @@ from .lookup import Lookup
 
 START_ROWS = 5  # stock Metal kernels read the weights once per matmul for a tile of at most 5 rows
 LONG, SHORT = 0.995, 0.95  # weight of a round's outcome, a round later: memories of some 200 and 20 rounds
-TURN = 2.5
+TURN = 2.5  # standard deviations by which the short memory must part from the long one to replace it
+PLAIN_FADE = 0.995  # weight of what was learned of drafts, a plain round later
 PRIOR, PRIOR_WEIGHT = 0.75, 1.5  # chance that the first draft is kept before any was seen, in rounds of evidence
 CHAIN_WEIGHT = 2.0  # a later draft's chance begins at that of the one before it
 HOPE = 0.97  # a text on which drafts are kept as often as this; where even it would lose, probes are rare
 LOSS_SHARE, GRACE = 0.012, 3.0  # of the time, and plain rounds beside it, for all drafting that lost against plain
 FIRST_GAP, LAST_GAP, HOPELESS_GAP = 8, 64, 384  # plain rounds between two probes, doubling
-REFRESH = 40  # rounds between two looks at another width
+REFRESH, NEAR = 40, 0.85  # rounds between two looks at another width, which must be worth this much of the best
 CATCH_UP = 8  # plain rounds whose features make the next draft slower than others
 PLAIN_MARGIN = 1.02  # drafting must promise this much more than plain decoding, whose worth is better known
 LOST_MARGIN = 0.06  # and this much more yet after promises that were not kept
@@ -117,32 +118,36 @@ class Controller:
 
     def candidates(self, source: str, most: int) -> range:
         """Rows to choose from: all that the source fills, but not above the first width until one round has run."""
-        known = source in self.acceptance
-        return range(2 if known else min(START_ROWS, most), (most if known else min(START_ROWS, most)) + 1)
+        first = min(START_ROWS, most)
+        return range(2, most + 1) if source in self.acceptance else range(first, first + 1)
+
+    def seconds(self, kind: Kind, context: int) -> float:
+        """What a round of a kind costs; "lookup/4" costs what "lookup" costs."""
+        return self.costs.seconds(cost_of(kind[0]), kind[1], context)
+
+    def expected(self, source: str, rows: int) -> list[float]:
+        """Tokens of a round by its rows, from 1 to `rows`."""
+        return self.acceptance.get(source, NOTHING).expected(rows)
 
     def worth(self, offers: Mapping[str, int], context: int) -> dict[Kind, float]:
         """Tokens a second of every kind that may be chosen."""
-        plain = self.costs.seconds(PLAIN, 1, context)
+        plain = self.seconds(PLAIN_ROUND, context)
         margin = PLAIN_MARGIN + LOST_MARGIN * (self.lost > self.allowance(plain))
         worth = {PLAIN_ROUND: margin / plain}
         for source, most in offers.items():
-            tokens = self.acceptance.get(source, NOTHING).expected(most)
+            tokens = self.expected(source, most)
             for rows in self.candidates(source, most):
-                worth[source, rows] = tokens[rows - 1] / self.costs.seconds(cost_of(source), rows, context)
+                worth[source, rows] = tokens[rows - 1] / self.seconds((source, rows), context)
         return worth
 
     def may_probe(self, kind: Kind, offers: Mapping[str, int], context: int) -> bool:
         """Plain decoding is worth most: may this round try drafts all the same?"""
-        source, rows = kind
-        plain = self.costs.seconds(PLAIN, 1, context)
-        loss = (
-            self.costs.seconds(cost_of(source), rows, context)
-            - plain * self.acceptance.get(source, NOTHING).expected(rows)[-1]
-        )
+        plain = self.seconds(PLAIN_ROUND, context)
+        loss = self.seconds(kind, context) - plain * self.expected(*kind)[-1]
         hopeless = all(
-            hoped(n) * plain < self.costs.seconds(cost_of(s), n, context)
-            for s, m in offers.items()
-            for n in range(2, m + 1)
+            hoped(rows) * plain < self.seconds((source, rows), context)
+            for source, most in offers.items()
+            for rows in range(2, most + 1)
         )
         gap = HOPELESS_GAP if hopeless else self.gap
         return self.plain_since >= gap and self.lost + max(loss, 0.0) <= self.allowance(plain)
@@ -155,17 +160,17 @@ class Controller:
         """Now and then another kind that is nearly as good, so that its cost is not believed for ever."""
         if self.rounds % REFRESH or self.rounds == 0:
             return best
-        near = [k for k in worth if k != best and worth[k] > 0.85 * worth[best]]
+        near = [k for k in worth if k != best and worth[k] > NEAR * worth[best]]
         return min(near, key=lambda k: self.last_run.get(k, -1), default=best)
 
     def observe(self, kind: Kind, tokens: int, seconds: float | None, context: int = 0) -> None:
         """A round's outcome: the tokens it committed, those cut off included, and its time; None: unknown."""
         source, rows = kind
-        before = self.costs.seconds(PLAIN, 1, context)
+        plain = self.seconds(PLAIN_ROUND, context)
         caught_up = rows > 1 and source == DRAFTER and self.plain_since > CATCH_UP  # features waited to be projected
         if seconds is not None and not caught_up:
             self.costs.observe(cost_of(source), rows, seconds, context)
-        spent = self.costs.seconds(cost_of(source), rows, context) if seconds is None else seconds
+        spent = self.seconds(kind, context) if seconds is None else seconds
         self.elapsed += spent
         self.rounds += 1
         self.last_run[kind] = self.rounds
@@ -173,10 +178,10 @@ class Controller:
         if rows == 1:
             self.plain_since += 1
             for acceptance in self.acceptance.values():
-                acceptance.fade(0.995)
+                acceptance.fade(PLAIN_FADE)
         else:
             self.acceptance.setdefault(source, Acceptance()).observe(rows, tokens - 1)
-            lost = spent - tokens * before
+            lost = spent - tokens * plain
             self.lost = max(self.lost + lost, 0.0)
             if self.plain_since:
                 self.gap = min(2 * self.gap, LAST_GAP) if lost > 0 else FIRST_GAP
@@ -184,30 +189,26 @@ class Controller:
         self.current = kind
 
     def why(self, context: int) -> str:
-        """One line: the widths taken, and what decided."""
-        drafted = sum(n for kind, n in self.taken.items() if kind != PLAIN_ROUND)
-        total = sum(self.taken.values())
-        if not total:
+        """One line: how many rounds drafted, and what the commonest kind of them costs and brings."""
+        drafting = {kind: count for kind, count in self.taken.items() if kind != PLAIN_ROUND}
+        drafted = sum(drafting.values())
+        if not self.rounds:
             return ""
-        kinds = sorted((k for k in self.taken if k != PLAIN_ROUND), key=self.taken.__getitem__)
-        if not kinds:
-            kinds = [(source, START_ROWS) for source in self.costs.curve(context).sources][:1]
-        out = f"{drafted} of {total} rounds speculated"
-        if self.current == PLAIN_ROUND:
-            out += ", then plain" if drafted else ""
-        if kinds:
-            source, rows = kinds[-1]
-            ratio = self.costs.seconds(cost_of(source), rows, context) / self.costs.seconds(PLAIN, 1, context)
-            tokens = self.acceptance.get(source, NOTHING).expected(rows)[-1]
-            out += f": {rows} rows cost {ratio:.1f} x one row here and commit about {tokens:.1f} tokens"
-        return out
+        untried = ((source, START_ROWS) for source in self.costs.curve(context).sources)
+        kind = max(drafting, key=drafting.__getitem__) if drafting else next(untried)
+        ratio = self.seconds(kind, context) / self.seconds(PLAIN_ROUND, context)
+        then = ", then plain" if drafted and self.current == PLAIN_ROUND else ""
+        return (
+            f"{drafted} of {self.rounds} rounds speculated{then}: {kind[1]} rows cost {ratio:.1f} x one row here and "
+            f"commit about {self.expected(*kind)[-1]:.1f} tokens"
+        )
 
 
 NOTHING = Acceptance()
 
 
 def cost_of(source: str) -> str:
-    """The curve that serves a source: "lookup/4" costs what "lookup" costs."""
+    """The curve that serves a source, whatever its grade."""
     return source.partition("/")[0]
 
 

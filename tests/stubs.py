@@ -33,7 +33,7 @@ class StubDrafter:
     def __init__(self, target, script, taps=(0, 2)):
         self.target, self.script, self.taps = target, script, taps
 
-    def make_context(self):
+    def make_context(self, window=None, sink=0):
         return SeenContext()
 
     def append(self, features, context):

@@ -108,7 +108,7 @@ class StubDrafter:
     taps: tuple[int, ...] = (0,)
     asked: list[tuple[int, int]] = field(default_factory=list)
 
-    def make_context(self) -> StubContext:
+    def make_context(self, window: int | None = None, sink: int = 0) -> StubContext:
         return StubContext()
 
     def rows(self, width: int, remaining: int) -> int:
