@@ -47,6 +47,7 @@ class Costs:
     pace: float = 0.0  # log of what all rounds share
     own: dict[Kind, float] = field(default_factory=dict)  # log of what is one kind's alone
     seen: dict[Kind, int] = field(default_factory=dict)
+    warm: set[Kind] = field(default_factory=set)  # kinds that have run in this process
     base: Curve | None = None  # what the corrections are of
     path: Path | None = None  # the file that keeps the curves
 
@@ -76,9 +77,12 @@ class Costs:
             return low
         return low + (self.own[source, above] - low) * (rows - below) / (above - below)
 
-    def observe(self, source: str, rows: int, seconds: float, context: int = 0) -> None:
-        """Learn from one timed round."""
+    def observe(self, source: str, rows: int, seconds: float, context: int = 0) -> bool:
+        """Learn from one timed round; False for a kind's first one, which compiles what later ones find ready."""
         kind = PLAIN_ROUND if rows == 1 else (source, rows)
+        if kind not in self.warm:
+            self.warm.add(kind)
+            return False
         surprise = math.log(seconds / self.seconds(source, rows, context))
         count = self.seen.get(kind, 0)
         self.seen[kind] = count + 1
@@ -86,10 +90,11 @@ class Costs:
         surprise = max(-limit, min(limit, surprise))
         if rows == 1:
             self.pace += (SHARED_GAIN + OWN_GAIN) * surprise
-            return
+            return True
         self.own[kind] = self.correction(*kind) + max(OWN_GAIN, 1 / (count + 1.2)) * surprise
         if count >= FEW:
             self.pace += SHARED_GAIN * surprise
+        return True
 
     def settle(self, context: int) -> None:
         """Make the corrected curve that of this context's bucket."""

@@ -168,9 +168,9 @@ class Controller:
         source, rows = kind
         plain = self.seconds(PLAIN_ROUND, context)
         caught_up = rows > 1 and source == DRAFTER and self.plain_since > CATCH_UP  # features waited to be projected
-        if seconds is not None and not caught_up:
-            self.costs.observe(cost_of(source), rows, seconds, context)
-        spent = self.seconds(kind, context) if seconds is None else seconds
+        spent = self.seconds(kind, context)
+        if seconds is not None and not caught_up and self.costs.observe(cost_of(source), rows, seconds, context):
+            spent = seconds
         self.elapsed += spent
         self.rounds += 1
         self.last_run[kind] = self.rounds

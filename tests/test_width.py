@@ -39,6 +39,16 @@ def test_a_wrong_curve_is_found_out_in_a_few_rounds_and_a_hiccup_is_forgotten():
     assert known.seconds(DRAFTER, 8) == pytest.approx(before, rel=0.1)
 
 
+def test_a_first_round_that_compiles_is_not_believed():
+    known = table(r8=1.2)
+    assert not known.observe(DRAFTER, 8, 30.0)
+    assert known.seconds(DRAFTER, 8) == 1.2
+    auto = Controller(known)
+    auto.observe((DRAFTER, 5), 3, 30.0)
+    assert known.seconds(DRAFTER, 5) < 1.2 and auto.lost == 0.0
+    assert auto.choose({DRAFTER: 8})[0] == DRAFTER
+
+
 def test_a_slower_machine_is_slower_at_rows_that_were_not_run_since():
     known, noise = table(r4=1.5, r8=2.0), random.Random(0)
     for pace in (1.0, 1.4):
