@@ -16,6 +16,7 @@ PLAIN_ROUND: Kind = (PLAIN, 1)
 SHARED_GAIN = 0.15  # of a surprise goes to what all rounds share: the machine's pace, the context
 OWN_GAIN = 0.1  # and to the kind of round it was, after its first few
 SURPRISE = 0.4  # a log-ratio beyond this is cut: a hiccup must not rule, a change comes through in a few rounds
+COLD = math.log(2)  # beyond this surprise a kind's first round in a process says nothing of the others
 FEW = 3  # rounds of a kind until when a surprise says that its curve is wrong, not that the machine has changed
 BUCKET = 1024  # tokens of context up to which one table serves; above, one table a doubling
 
@@ -78,12 +79,13 @@ class Costs:
         return low + (self.own[source, above] - low) * (rows - below) / (above - below)
 
     def observe(self, source: str, rows: int, seconds: float, context: int = 0) -> bool:
-        """Learn from one timed round; False for a kind's first one, which compiles what later ones find ready."""
+        """Learn from one timed round; False for a kind's first one if it is far slower: it compiles for later ones."""
         kind = PLAIN_ROUND if rows == 1 else (source, rows)
+        surprise = math.log(seconds / self.seconds(source, rows, context))
         if kind not in self.warm:
             self.warm.add(kind)
-            return False
-        surprise = math.log(seconds / self.seconds(source, rows, context))
+            if surprise > COLD:
+                return False
         count = self.seen.get(kind, 0)
         self.seen[kind] = count + 1
         limit = SURPRISE if count >= FEW else 3 * SURPRISE  # a wrong curve must be found out at once

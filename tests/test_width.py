@@ -47,6 +47,8 @@ def test_a_first_round_that_compiles_is_not_believed():
     auto.observe((DRAFTER, 5), 3, 30.0)
     assert known.seconds(DRAFTER, 5) < 1.2 and auto.lost == 0.0
     assert auto.choose({DRAFTER: 8})[0] == DRAFTER
+    assert known.observe(DRAFTER, 3, 0.6)  # a fast one is: a stored curve that is too high must be able to fall
+    assert known.seconds(DRAFTER, 3) < 0.8
 
 
 def test_a_slower_machine_is_slower_at_rows_that_were_not_run_since():
