@@ -17,6 +17,7 @@ from pathlib import Path
 from mlx_dflash.benchmarks.output import write_result
 from mlx_dflash.benchmarks.plain import bootstrap
 
+from mlx_dflash.acceptance import RUNS, Tally
 from mlx_dflash.costs import DRAFTER, Costs, Curve
 from mlx_dflash.width import Controller
 
@@ -107,20 +108,29 @@ def fixed_speed(rows: int, cost: Cost, text: Text, tokens: int, jump: float) -> 
     return tokens / (time * round_cost(cost, rows))
 
 
-def controller(cost: Cost) -> Controller:
-    """One that was calibrated on a machine."""
+def controller(cost: Cost, earlier: Sequence[float] | None = None) -> Controller:
+    """One that was calibrated on a machine, and perhaps saw 200 rounds of a text with other chances before."""
     table = {rows: round_cost(cost, rows) for rows in range(2, TRAINED + 1)}
-    return Controller(Costs({0: Curve(1.0, {DRAFTER: table})}))
+    known = Costs({0: Curve(1.0, {DRAFTER: table})})
+    if earlier is not None:
+        reached = [200 * math.prod(earlier[:k]) for k in range(TRAINED)]
+        known.outcomes[DRAFTER] = Tally(RUNS, reached[1:], reached[:-1])
+    return Controller(known)
 
 
 def case(machine: str, name: str, seeds: Sequence[int], tokens: int, condition: str = "calibrated") -> Case:
-    """Hold the controller against all fixed widths. condition: 'calibrated', 'throttled' midway, or 'stale' curve."""
+    """Hold the controller against all fixed widths.
+
+    condition: 'calibrated'; 'throttled' midway; 'stale' curve; 'misled', by earlier runs on code-like text, or on text
+    that kept nothing if this one is code-like.
+    """
     cost, text = MACHINES[machine], TEXTS[name]
     jump = 1.4 if condition == "throttled" else 1.0
     believed = MACHINES["flat"] if condition == "stale" else cost
+    earlier = None if condition != "misled" else NONE if name == "code-like" else CODE
     speeds, widths = [], dict[int, int]()
     for seed in seeds:
-        auto = controller(believed)
+        auto = controller(believed, earlier)
         speeds.append(simulate(auto, cost, text, seed, tokens, jump))
         for (_, rows), count in auto.taken.items():
             widths[rows] = widths.get(rows, 0) + count
@@ -146,13 +156,15 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def cases(seeds: Sequence[int], tokens: int) -> Iterator[Case]:
-    """Every machine and text as calibrated; a throttled machine and a stale curve on the texts that can be sped up."""
+    """Every machine and text as calibrated; some texts throttled, with a stale curve, after misleading runs."""
     for machine in MACHINES:
         for name in TEXTS:
             yield case(machine, name, seeds, tokens)
         for condition in ("throttled", "stale"):
             for name in ("code-like", "prose-like"):
                 yield case(machine, name, seeds, tokens, condition)
+        for name in ("code-like", "prose-like", "zero"):
+            yield case(machine, name, seeds, tokens, "misled")
 
 
 def main() -> None:

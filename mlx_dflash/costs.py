@@ -1,14 +1,16 @@
 """What a round costs on this machine, in seconds, by where its drafts come from and how many rows it verifies.
 
-Knows rows, contexts and seconds; nothing of models or text. A table comes from a measurement (`calibrate`) or from an
-earlier run, and every round that is timed corrects it: machines throttle, and a curve measured at a short context says
-little about a long one.
+Knows rows, contexts and seconds, and carries how often drafts were kept; nothing of models or text. A table comes from
+a measurement (`calibrate`) or from an earlier run, and every round that is timed corrects it: machines throttle, and a
+curve measured at a short context says little about a long one.
 """
 
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from .acceptance import RUNS, Tally
 
 Kind = tuple[str, int]  # who drafts a round, and the rows it verifies, the anchor included
 PLAIN, DRAFTER = "plain", "drafter"
@@ -50,6 +52,7 @@ class Costs:
     seen: dict[Kind, int] = field(default_factory=dict)
     warm: set[Kind] = field(default_factory=set)  # kinds that have run in this process
     base: Curve | None = None  # what the corrections are of
+    outcomes: dict[str, Tally] = field(default_factory=dict)  # by source, of all runs with this pair
     path: Path | None = None  # the file that keeps the curves
 
     def curve(self, context: int) -> Curve:
@@ -114,14 +117,15 @@ def bucket(context: int) -> int:
 
 
 def save(costs: Costs, path: Path) -> None:
-    """Write the curves, beside the old file first."""
+    """Write the curves and outcomes, beside the old file first."""
     values = {
         str(b): {"plain": c.plain, "sources": {s: {str(n): t for n, t in p.items()} for s, p in c.sources.items()}}
         for b, c in costs.curves.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"version": 1, "curves": values}, indent=1) + "\n")
+    outcomes = {s: {"kept": t.kept, "tried": t.tried} for s, t in costs.outcomes.items()}
+    part.write_text(json.dumps({"version": 2, "curves": values, "outcomes": outcomes}, indent=1) + "\n")
     part.replace(path)
 
 
@@ -136,6 +140,10 @@ def load(path: Path) -> Costs | None:
             )
             for b, c in stored["curves"].items()
         }
-        return Costs(curves) if stored["version"] == 1 and curves else None
+        outcomes = {
+            s: Tally(RUNS, *(list(map(float, t[n])) for n in ("kept", "tried"))) for s, t in stored["outcomes"].items()
+        }
+        sound = all(len(t.kept) == len(t.tried) for t in outcomes.values())
+        return Costs(curves, outcomes=outcomes) if stored["version"] == 2 and curves and sound else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -8,6 +8,7 @@ under a fixed share of the time.
 
 from collections.abc import Mapping
 
+from .acceptance import RUNS, Acceptance, Tally
 from .costs import DRAFTER, PLAIN_ROUND, Costs, Kind
 from .decode import Width
 from .drafters import DFlashDrafter
@@ -15,11 +16,7 @@ from .errors import RequestError
 from .lookup import Lookup
 
 START_ROWS = 5  # stock Metal kernels read the weights once per matmul for a tile of at most 5 rows
-LONG, SHORT = 0.995, 0.95  # weight of a round's outcome, a round later: memories of some 200 and 20 rounds
-TURN = 2.5  # standard deviations by which the short memory must part from the long one to replace it
 PLAIN_FADE = 0.995  # weight of what was learned of drafts, a plain round later
-PRIOR, PRIOR_WEIGHT = 0.75, 1.5  # chance that the first draft is kept before any was seen, in rounds of evidence
-CHAIN_WEIGHT = 2.0  # a later draft's chance begins at that of the one before it
 HOPE = 0.97  # a text on which drafts are kept as often as this; where even it would lose, probes are rare
 LOSS_SHARE, GRACE = 0.012, 3.0  # of the time, and plain rounds beside it, for all drafting that lost against plain
 FIRST_GAP, LAST_GAP, HOPELESS_GAP = 8, 64, 384  # plain rounds between two probes, doubling
@@ -30,73 +27,12 @@ LOST_MARGIN = 0.06  # and this much more yet after promises that were not kept
 MARGIN = 1.01  # a change of width must promise this much
 
 
-class Tally:
-    """How often draft k was kept when all before it were, over rounds that fade."""
-
-    def __init__(self, fade: float) -> None:
-        self.fading = fade
-        self.kept: list[float] = []
-        self.tried: list[float] = []
-
-    def observe(self, rows: int, accepted: int) -> None:
-        missing = rows - 1 - len(self.tried)
-        self.kept += [0.0] * missing
-        self.tried += [0.0] * missing
-        self.fade(self.fading)
-        for k in range(min(accepted + 1, rows - 1)):
-            self.tried[k] += 1
-            self.kept[k] += k < accepted
-
-    def fade(self, factor: float) -> None:
-        self.kept = [v * factor for v in self.kept]
-        self.tried = [v * factor for v in self.tried]
-
-    def chances(self, drafts: int) -> list[float]:
-        """Of each draft to be kept if all before it are; where little was seen, near that of the one before."""
-        chances, before, weight = [], PRIOR, PRIOR_WEIGHT
-        for k in range(drafts):
-            if k < len(self.tried):
-                before = (self.kept[k] + weight * before) / (self.tried[k] + weight)
-            chances.append(before)
-            weight = CHAIN_WEIGHT
-        return chances
-
-
-class Acceptance:
-    """The chance of each draft: from a long memory while the text goes on as it was, from a short one after a turn."""
-
-    def __init__(self) -> None:
-        self.long, self.short = Tally(LONG), Tally(SHORT)
-
-    def observe(self, rows: int, accepted: int) -> None:
-        self.long.observe(rows, accepted)
-        self.short.observe(rows, accepted)
-        tried = self.short.tried
-        chances = self.long.chances(len(tried))
-        expected = sum(n * p for n, p in zip(tried, chances, strict=True))
-        spread = sum(n * p * (1 - p) for n, p in zip(tried, chances, strict=True)) ** 0.5
-        if abs(sum(self.short.kept) - expected) > TURN * spread + 0.5:
-            self.long.kept, self.long.tried = [*self.short.kept], [*self.short.tried]
-
-    def fade(self, factor: float) -> None:
-        self.long.fade(factor)
-        self.short.fade(factor)
-
-    def expected(self, rows: int) -> list[float]:
-        """Tokens that a round commits, on average, by its rows from 1 to `rows`."""
-        tokens, all_kept = [1.0], 1.0
-        for chance in self.long.chances(rows - 1):
-            all_kept *= chance
-            tokens.append(tokens[-1] + all_kept)
-        return tokens
-
-
 class Controller:
     """Chooses each round's kind from costs and outcomes. Times are seconds; nothing here reads a clock."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.acceptance: dict[str, Acceptance] = {}
+        self.acceptance = {source: Acceptance(tally) for source, tally in costs.outcomes.items()}
         self.current: Kind = PLAIN_ROUND
         self.rounds = 0
         self.elapsed = self.lost = 0.0
@@ -181,6 +117,7 @@ class Controller:
                 acceptance.fade(PLAIN_FADE)
         else:
             self.acceptance.setdefault(source, Acceptance()).observe(rows, tokens - 1)
+            self.costs.outcomes.setdefault(source, Tally(RUNS)).observe(rows, tokens - 1)
             lost = spent - tokens * plain
             self.lost = max(self.lost + lost, 0.0)
             if self.plain_since:

@@ -7,10 +7,11 @@ import pytest
 from mlx_dflash.benchmarks.width import MACHINES, case
 
 from mlx_dflash import calibrate, costs, generate, load, load_drafter
+from mlx_dflash.acceptance import Acceptance
 from mlx_dflash.calibrate import measure  # before conftest puts a stand-in in its place
 from mlx_dflash.costs import DRAFTER, PLAIN, PLAIN_ROUND, Costs, Curve
 from mlx_dflash.lookup import Lookup
-from mlx_dflash.width import Acceptance, Controller
+from mlx_dflash.width import Controller
 from tests.tiny import GOLDEN
 
 SEEDS, TOKENS = range(2), 4800  # the benchmark's own run is longer; its result is in benchmarks/results
@@ -61,6 +62,19 @@ def test_a_slower_machine_is_slower_at_rows_that_were_not_run_since():
     assert known.seconds(PLAIN, 1) > 1.1
 
 
+def test_a_run_begins_with_what_earlier_runs_of_the_pair_saw_and_outweighs_it_soon():
+    known = table(r2=1.2, r3=1.4, r5=2.0, r8=2.9)
+    assert Controller(known).choose({DRAFTER: 8}) == (DRAFTER, 5)
+    earlier = Controller(known)
+    for _ in range(100):
+        earlier.observe((DRAFTER, 5), 1, None)
+    run = Controller(known)
+    assert run.choose({DRAFTER: 8}) == PLAIN_ROUND
+    for _ in range(5):
+        run.observe((DRAFTER, 8), 8, None)
+    assert run.choose({DRAFTER: 8}) == (DRAFTER, 8)
+
+
 def test_contexts_have_curves_of_their_own():
     known = table(r8=2.0)
     for _ in range(30):
@@ -75,9 +89,13 @@ def test_curves_survive_a_process_and_files_of_another_make_are_not_believed(tmp
     path = tmp_path / "costs" / "a.json"
     known = table(r4=1.5, r8=2.0)
     known.curves[3] = Curve(2.0, {DRAFTER: {8: 5.0}, "lookup": {4: 2.1}})
+    Controller(known).observe((DRAFTER, 4), 3, None)
     costs.save(known, path)
-    assert costs.load(path).curves == known.curves
-    for text in ("", "[]", "{}", '{"version": 2, "curves": {}}', path.read_text()[:-20]):
+    stored = costs.load(path)
+    assert stored.curves == known.curves
+    assert (stored.outcomes[DRAFTER].kept, stored.outcomes[DRAFTER].tried) == ([1, 1, 0], [1, 1, 1])
+    uneven = path.read_text().replace('"kept": [', '"kept": [0.5,')
+    for text in ("", "[]", "{}", uneven, '{"version": 2, "curves": {}, "outcomes": {}}', path.read_text()[:-20]):
         path.write_text(text)
         assert costs.load(path) is None
     assert costs.load(tmp_path / "missing.json") is None
