@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name in [*arms, *reversed(arms)]:
             result = generate(target, tokenizer, prompt, draft_model=arms[name], **options)
             speeds[name].append(result.stats.generation_tps)
-            lengths[name] = result.stats.mean_accepted_length
+            lengths[name] = result.stats.mean_accepted_length or 1.0
         runs.append({"task": task, "speeds": speeds, "mean_accepted_length": lengths})
         print(task, {name: round(statistics.mean(v) / statistics.mean(speeds[FULL]), 3) for name, v in speeds.items()})
     summary = {}

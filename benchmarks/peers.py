@@ -37,7 +37,8 @@ class Worker:
     """A decoder's process. error: why it can't go on, None while it can."""
 
     def __init__(self, name: str, python: str, model: Path, drafter: Path) -> None:
-        self.name, self.error = name, None
+        self.name = name
+        self.error: str | None = None
         self.version = installed(name, python)
         command = [python, str(WORKER), name, str(model), str(drafter)]
         self.process = subprocess.Popen(
@@ -165,8 +166,9 @@ def plain_drafter(source: Path, folder: Path) -> Path:
     scheme = config.pop("quantization", None)
     for key in [k for k in weights if k.endswith(".scales")]:
         stem = key.removesuffix(".scales")
-        parts = (weights.pop(f"{stem}.{part}") for part in ("weight", "scales", "biases"))
-        weights[f"{stem}.weight"] = mx.dequantize(*parts, group_size=scheme["group_size"], bits=scheme["bits"])
+        packed, scales, biases = (weights.pop(f"{stem}.{part}") for part in ("weight", "scales", "biases"))
+        how = {"group_size": scheme["group_size"], "bits": scheme["bits"]}
+        weights[f"{stem}.weight"] = mx.dequantize(packed, scales, biases, **how)
     weights = {key: value.astype(mx.float32) for key, value in weights.items()}
     config.setdefault("max_position_embeddings", 8192)
     return write_model(folder, config, weights)
