@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         state: State | None = None
         for name in ["plain", "drafter"] if once else ["plain", "drafter", "drafter", "plain"] * args.repeats:
             state = state if name == "plain" else None  # the old one's memory goes before the new one's is counted
-            seconds, held, peak, after = first_token(target, drafter if name == "drafter" else None, prompt)
-            arms[name].append((seconds, held, peak))
+            seconds, kept, peak, after = first_token(target, drafter if name == "drafter" else None, prompt)
+            arms[name].append((seconds, kept, peak))
             state = after if name == "drafter" else state
             del after
         assert state is not None
