@@ -15,17 +15,20 @@ from .api import (
     stream_generate,
 )
 from .errors import CheckpointError, DFlashError, PairError, RequestError, UnsupportedError
+from .session import ContextFull, Session
 from .stats import Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "ContextFull",
     "DFlashError",
     "GenerationResponse",
     "GenerationResult",
     "PairError",
     "RequestError",
+    "Session",
     "Stats",
     "UnsupportedError",
     "__version__",

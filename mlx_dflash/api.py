@@ -21,10 +21,11 @@ from .errors import RequestError
 from .facts import decide_thinking, has_thinking_switch
 from .lookup import History, Lookup
 from .processors import LogitsProcessor, is_whole
+from .remembered import Memory
 from .settings import refuse_option, resolve
 from .stats import Observer, Profiler, Stats
 from .targets import Target, evaluate, open_target
-from .text import TextStream, encode_prompt
+from .text import TextStream, encode_prompt, message_end
 from .width import Controller, check_block_size, fixed
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -155,6 +156,7 @@ def stream_generate(
     prefill_step_size: int = 2048,
     prompt_progress_callback: Progress | None = None,
     interrupted: Callable[[], bool] = lambda: False,
+    remembered: Memory | None = None,
     **unsupported: Any,
 ) -> Iterator[GenerationResponse]:
     """Generate from a prompt (text as is, token ids, or chat messages), one response a token.
@@ -173,6 +175,7 @@ def stream_generate(
     logits_processors: pure functions of (tokens, logits (1, vocab)), as in mlx-lm. thinking: on or off in the chat
     template; None leaves it to the template, but off with a drafter known to be trained without. proposals: "argmax" or
     "coupled" drafts (at draft_temp; None: temp; the default from temp 0.5 on); they change the speed, never the tokens.
+    remembered: what an earlier request left; the run goes on from the longest usable prefix and leaves its own there.
     draft_window: the last rows of context that a drafter without a window of its own sees, draft_sink the first ones
     that it sees besides.
 
@@ -230,13 +233,19 @@ def stream_generate(
         observer.stats.sampling["thinking"] = thinking
         observer.stats.sampling["from"]["thinking"] = decider
     text = TextStream(tokenizer, stop, interrupted)
-    context = drafter.make_context(draft_window, draft_sink) if drafter is not None else None
-    state = State(ids, model.make_cache(kv_bits, kv_group_size), context)
+    remembered = Memory() if remembered is None else remembered
+    window = (draft_window, draft_sink)
+    context = drafter.make_context(*window) if drafter is not None else None
+    fresh = State(ids, model.make_cache(kv_bits, kv_group_size), context)
+    state = remembered.resume(fresh, (model, kv_bits, kv_group_size), (drafter, *window) if drafter else None)
+    remembered.text = text
+    end = None if state.rewindable or not chat else message_end(tokenizer, prompt, ids, **template)
     width = fixed(block_size) if isinstance(block_size, int) else fixed(1) if controller is None else controller.choose
     history = None if from_text is None else History(state.tokens)
     decoder = Decoder(model, drafter, state, width, sampler, text.cut, observer, history)
     limit = max_tokens if max_tokens > 0 else 2**62
-    return respond(decoder, text, observer, limit, prefill_step_size, controller)
+    mark = None if end is None else (end, remembered.mark)
+    return respond(decoder, text, observer, limit, prefill_step_size, controller, mark)
 
 
 def generate(model: Target, tokenizer: TokenizerWrapper, prompt: Prompt, **options: Any) -> GenerationResult:
@@ -266,16 +275,21 @@ def respond(
     max_tokens: int,
     prefill_step: int,
     controller: Controller | None,
+    mark: tuple[int, Callable[[], None]] | None = None,
 ) -> Iterator[GenerationResponse]:
+    """Run a decoder to its end. mark: a place in the prompt, and what is called when the caches stand there."""
     stats = observer.stats
     with wired_limit(), contextlib.closing(decoder.run(max_tokens, prefill_step)) as run:
+        if mark is not None and decoder.state.cache.length < mark[0]:
+            decoder.prefill(prefill_step, mark[0])
+            mark[1]()
         for count, emitted in enumerate(run, 1):
             response = GenerationResponse(
                 text="",
                 token=emitted.token,
                 from_draft=emitted.from_draft,
                 prompt_tokens=stats.prompt_tokens,
-                prompt_tps=stats.prompt_tokens / stats.ttft,
+                prompt_tps=(stats.prompt_tokens - stats.cached_tokens) / stats.ttft,
                 generation_tokens=count,
                 generation_tps=observer.generation_tps(),
                 peak_memory=mx.get_peak_memory() / 1e9,

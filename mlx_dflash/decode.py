@@ -33,6 +33,11 @@ class State:
     cache: TargetCache
     context: DraftContext | None = None
 
+    @property
+    def rewindable(self) -> bool:
+        """Whether both memories can go back to any length, so that no checkpoint is needed."""
+        return self.cache.rewindable and (self.context is None or self.context.rewindable)
+
 
 @dataclass(frozen=True)
 class Round:
@@ -175,15 +180,16 @@ class Decoder:
         self.state.cache.commit(keep)
         self.remember(None if flight.features is None else flight.features[:, :keep])
 
-    def prefill(self, step: int) -> None:
-        """Forward all tokens that the cache lacks, but the last, in chunks of `step` rows."""
+    def prefill(self, step: int, until: int | None = None) -> None:
+        """Forward all tokens that the cache lacks, but the last, or those before `until`, in chunks of `step` rows."""
         cache, tokens = self.state.cache, self.state.tokens
+        end = len(tokens) - 1 if until is None else min(until, len(tokens) - 1)
         known, total = cache.length, len(tokens)
         if self.state.context is not None and self.state.context.length != known:
             raise RuntimeError(f"the drafter's context knows {self.state.context.length} tokens, the target {known}")
         self.observer.prefilled(known, total)
-        for start in range(known, total - 1, step):
-            chunk = mx.array([tokens[start : min(start + step, total - 1)]], mx.uint32)
+        for start in range(known, end, step):
+            chunk = mx.array([tokens[start : min(start + step, end)]], mx.uint32)
             cache.begin()
             _, features = self.target.forward(chunk, cache, self.taps, last_logits_only=True)  # logits never computed
             cache.commit(chunk.shape[1])

@@ -27,9 +27,10 @@ class Stats:
     which slows the run). acceptance_lengths: tokens committed by each round that drafted. accepted_by_position: how
     often draft i was kept. block_sizes: rows verified -> rounds, the plain ones under 1. width_reason: why "auto" took
     them. lookup_rounds: those of `rounds` whose drafts came from the text itself. redraws: rounds whose filters kept
-    more tokens than the candidates first looked at, drawn and read once more. generation_tps: tokens after the first
-    over the time after the first. ttft: from the request to the first token. sampling: every setting in force; under
-    "from", its origin.
+    more tokens than the candidates first looked at, drawn and read once more. cached_tokens: those of the prompt that
+    an earlier request had left in the caches; prompt_tps counts the others. generation_tps: tokens after the first over
+    the time after the first. ttft: from the request to the first token. sampling: every setting in force; under "from",
+    its origin.
     """
 
     mode: str = "plain"
@@ -46,6 +47,7 @@ class Stats:
     width_reason: str = ""
     lookup_rounds: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generation_tokens: int = 0
     ttft: float = 0.0
     prompt_tps: float = 0.0
@@ -79,6 +81,8 @@ class Observer:
     def prefilled(self, done: int, total: int) -> None:
         if self.progress is not None:
             self.progress(done, total)
+        if not self.stats.prompt_tokens:
+            self.stats.cached_tokens = done
         self.stats.prompt_tokens = total
 
     def drafted(self, drafts: mx.array) -> None:
@@ -135,7 +139,7 @@ class Observer:
         stats.peak_memory = mx.get_peak_memory()
         stats.generation_tps = self.generation_tps()
         if stats.ttft > 0:
-            stats.prompt_tps = stats.prompt_tokens / stats.ttft
+            stats.prompt_tps = (stats.prompt_tokens - stats.cached_tokens) / stats.ttft
         if stats.rounds:
             stats.mode = "dflash" if stats.rounds > stats.lookup_rounds else "lookup"
             stats.acceptance_rate = stats.accepted / stats.drafted

@@ -94,6 +94,15 @@ def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: An
         raise RequestError(f"the chat template rejects this conversation: {' '.join(str(e).split())}") from e
 
 
+def message_end(tokenizer: Any, messages: Any, ids: list[int], **template: Any) -> int | None:
+    """How many of the prompt's `ids` belong to the messages themselves, the generation prompt left out.
+
+    None where the template does not simply add the generation prompt at the end.
+    """
+    base = [int(i) for i in apply_template(tokenizer, list(messages), add_generation_prompt=False, **template)]
+    return len(base) if 0 < len(base) < len(ids) and ids[: len(base)] == base else None
+
+
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | Sequence[dict[str, Any]], **template: Any) -> list[int]:
     """Token ids of a prompt: text as it is, ids, or chat messages through the tokenizer's template.
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from .kv import STEP, FullKV, QuantizedKV
+from .kv import STEP, ByLength, FullKV, QuantizedKV
 from .recurrent import DeltaRows, RecurrentState
 from .sliding import SlidingKV
 
@@ -118,6 +118,17 @@ class TargetCache:
         for layer, part in zip(self.layers, saved.layers, strict=True):
             layer.restore(part)
         self._rewinds.append(saved.length)
+
+    @property
+    def rewindable(self) -> bool:
+        """Whether every layer holds all positions, so that the cache can go back to any length without a checkpoint."""
+        return all(isinstance(layer, ByLength) for layer in self.layers)
+
+    def rewind(self, length: int) -> None:
+        """Forget all rows after the first `length`; only where `rewindable`, between transactions."""
+        if not self.rewindable or not 0 <= length <= self.length:
+            raise RuntimeError(f"can't rewind {self.length} rows to {length}")
+        self.restore(CacheCheckpoint(length, (length,) * len(self.layers), len(self._rewinds)))
 
     def arrays(self) -> list[mx.array]:
         """Everything that must be evaluated for the cache to hold no lazy graph."""

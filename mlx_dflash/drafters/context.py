@@ -160,6 +160,21 @@ class DraftContext:
         self.length = saved.length
         self._rewinds.append(saved.length)
 
+    @property
+    def rewindable(self) -> bool:
+        """Whether no row was forgotten, so that the context can go back to any length without a checkpoint."""
+        return all(layer.reach is None for layer in self.layers)
+
+    def rewind(self, length: int) -> None:
+        """Forget all that was given after the first `length` tokens; only where `rewindable`."""
+        if not self.rewindable or not 0 <= length <= self.length:
+            raise RuntimeError(f"can't rewind a context of {self.length} tokens to {length}")
+        projected = self.length - self.pending_rows
+        waiting = self.take_pending()
+        kept = () if waiting is None or length <= projected else (waiting[:, : length - projected],)
+        layers = tuple(SavedRows(min(layer.end, length)) for layer in self.layers)
+        self.restore(ContextCheckpoint(length, kept, layers, len(self._rewinds)))
+
     def arrays(self) -> list[mx.array]:
         """Everything that must be evaluated for the context to hold no lazy graph."""
         return [*self.pending, *(a for layer in self.layers for a in layer.arrays())]
