@@ -10,6 +10,7 @@ extra).
 import argparse
 import random
 import statistics
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -42,13 +43,14 @@ def main() -> None:
     add("--output", type=Path, default=None)
     add("--chart", type=Path, default=None)
     args = parser.parse_args()
-    result = run(args)
-    write_result(result, args.output)
-    if args.chart is not None:
-        draw_growth(result, args.chart)
+    for result in run(args):  # one length more each time, so that what is done outlives an interruption
+        write_result(result, args.output)
+        if args.chart is not None:
+            draw_growth(result, args.chart)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The result so far, after every length."""
     target, _ = load(args.model)
     drafter = load_drafter(args.draft_model, target)
     assert isinstance(drafter, DFlashDrafter)
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"{rounds}; held {held}",
             flush=True,
         )
-    return {"machine": describe(), "model": args.model, "draft_model": args.draft_model, "rows": rows}
+        yield {"machine": describe(), "model": args.model, "draft_model": args.draft_model, "rows": rows}
 
 
 def first_token(target: Target, drafter: DFlashDrafter | None, prompt: list[int]) -> tuple[float, int, int, State]:

@@ -64,7 +64,8 @@ def read(
         raise CheckpointError(f"{path} is no saved conversation: there is no such file")
     try:
         with path.open("rb") as file:  # mx.load goes by the name's ending, saved files may have any
-            arrays, metadata = mx.load(file, format="safetensors", return_metadata=True)  # type: ignore[call-overload, misc]
+            loaded: Any = mx.load(file, format="safetensors", return_metadata=True)
+            arrays, metadata = loaded
             mx.eval(arrays)
         head = json.loads(metadata["head"]) if metadata.get("format") == FORMAT else None
     except (RuntimeError, ValueError, KeyError, OSError) as error:
@@ -139,7 +140,7 @@ def unpack_layer(layer: Any, length: int, found: dict[str, mx.array]) -> None:
 
 def pack_context(context: DraftContext) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """Lengths and the like, and arrays."""
-    facts = {"length": context.length, "ends": [layer.end for layer in context.layers], "bases": []}
+    facts: dict[str, Any] = {"length": context.length, "ends": [layer.end for layer in context.layers], "bases": []}
     arrays: dict[str, mx.array] = {}
     for index, layer in enumerate(context.layers):
         base = max(layer.oldest(layer.end), layer.base)

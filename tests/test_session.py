@@ -165,7 +165,7 @@ def test_undo_clear_and_drop(pairs):
 def test_a_full_context_is_said_before_anything_runs(pairs):
     target, tokenizer, _ = pairs("full")
     session = Session(target, tokenizer, max_tokens=50, context_limit=30)
-    tokens, stats = said(session.send("w50 w51 w52"))
+    tokens, _ = said(session.send("w50 w51 w52"))
     assert len(tokens) == 30 - 6  # up to the limit
     before = list(session.turns)
     with pytest.raises(ContextFull) as full:
