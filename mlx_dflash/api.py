@@ -233,13 +233,14 @@ def stream_generate(
         observer.stats.sampling["thinking"] = thinking
         observer.stats.sampling["from"]["thinking"] = decider
     text = TextStream(tokenizer, stop, interrupted)
+    keep = remembered is not None
     remembered = Memory() if remembered is None else remembered
     window = (draft_window, draft_sink)
     context = drafter.make_context(*window) if drafter is not None else None
     fresh = State(ids, model.make_cache(kv_bits, kv_group_size), context)
     state = remembered.resume(fresh, (model, kv_bits, kv_group_size), (drafter, *window) if drafter else None)
     remembered.text = text
-    end = None if state.rewindable or not chat else message_end(tokenizer, prompt, ids, **template)
+    end = None if not keep or not chat or state.rewindable else message_end(tokenizer, prompt, ids, **template)
     width = fixed(block_size) if isinstance(block_size, int) else fixed(1) if controller is None else controller.choose
     history = None if from_text is None else History(state.tokens)
     decoder = Decoder(model, drafter, state, width, sampler, text.cut, observer, history)

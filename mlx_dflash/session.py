@@ -10,12 +10,14 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import saved
-from .api import GenerationResponse, stream_generate
+from .api import GenerationResponse, stream_generate, thinking_option
 from .drafters import DFlashDrafter
 from .errors import RequestError
-from .facts import target_facts
+from .facts import decide_thinking, target_facts
 from .lookup import Lookup
+from .processors import is_whole
 from .remembered import Memory
+from .settings import DEFAULTS, resolve
 from .targets import Target
 from .text import encode_prompt
 
@@ -67,6 +69,22 @@ class Session:
     def context_tokens(self) -> int:
         """Tokens in the cache."""
         return self.memory.length
+
+    def set(self, **changes: Any) -> None:
+        """Change options from the next turn on; None is the default. Raises RequestError, and changes none, if one is bad."""
+        resolve({**{k: v for k, v in {**self.options, **changes}.items() if k in DEFAULTS}, "seed": 0}).sampler()
+        if (most := changes.get("max_tokens")) is not None and (not is_whole(most) or most == 0 or most < -1):
+            raise RequestError(f"max_tokens must be 1 or more (-1: no limit), not {most}")
+        self.options |= changes
+        self.options = {k: v for k, v in self.options.items() if k != "max_tokens" or v is not None}
+
+    def prompt_ids(self, messages: list[Message] | None = None) -> list[int]:
+        """The templated ids that a reply to these messages (None: the conversation) would begin from."""
+        thinking, _ = decide_thinking(
+            self.options.get("thinking"), self.tokenizer, getattr(self.draft_model, "name", None)
+        )
+        template = {} if thinking is None else thinking_option(self.tokenizer, thinking)
+        return encode_prompt(self.tokenizer, self.messages if messages is None else messages, **template)
 
     def send(self, text: str, **overrides: Any) -> Iterator[GenerationResponse]:
         """A user message, and the reply as it is committed. overrides: options for this turn alone.
@@ -130,7 +148,7 @@ class Session:
     def _reply(self, turns: list[Message], overrides: dict[str, Any]) -> Iterator[GenerationResponse]:
         options = {**self.options, **overrides}
         messages = [*self.messages[: len(self.messages) - len(self.turns)], *turns]
-        needed = len(encode_prompt(self.tokenizer, messages))
+        needed = len(self.prompt_ids(messages))
         if needed >= self.context_limit:
             raise ContextFull(needed, self.context_limit, len(turns) - 1)
         most, room = options.pop("max_tokens", 256), self.context_limit - needed
@@ -141,11 +159,12 @@ class Session:
         return self._follow(stream, turns)
 
     def _follow(self, stream: Iterator[GenerationResponse], turns: list[Message]) -> Iterator[GenerationResponse]:
-        self.turns = turns
+        before, self.turns, begun = self.turns, turns, False
         text = self.memory.text
         assert text is not None
         try:
             for response in stream:
+                begun = True
                 if response.generation_tokens == 1:
                     self.reused = self.memory.reused
                     self.forwarded = response.prompt_tokens - self.reused
@@ -153,7 +172,7 @@ class Session:
         finally:
             stream.close()  # type: ignore[attr-defined]
             text.finish("interrupted")
-            self.turns = [*turns, {"role": "assistant", "content": text.text}]
+            self.turns = [*turns, {"role": "assistant", "content": text.text}] if begun else before
 
 
 def limit_of(model: Target) -> int:

@@ -1,0 +1,1 @@
+"""The chat REPL, `python -m mlx_dflash.chat`."""
