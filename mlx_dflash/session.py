@@ -71,7 +71,7 @@ class Session:
         return self.memory.length
 
     def set(self, **changes: Any) -> None:
-        """Change options from the next turn on; None is the default. Raises RequestError if one is bad, changing none."""
+        """Change options from the next turn on; None: the default. Raises RequestError for a bad one, changing none."""
         resolve({**{k: v for k, v in {**self.options, **changes}.items() if k in DEFAULTS}, "seed": 0}).sampler()
         if (most := changes.get("max_tokens")) is not None and (not is_whole(most) or most == 0 or most < -1):
             raise RequestError(f"max_tokens must be 1 or more (-1: no limit), not {most}")
