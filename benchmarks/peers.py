@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_dflash.benchmarks.machine import describe
 from mlx_dflash.benchmarks.output import write_result
 from mlx_dflash.benchmarks.plain import bootstrap
 
 from mlx_dflash import hub, load
+from mlx_dflash.targets import Target
 from mlx_dflash.training.prompts import held_out_prompts
 
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -97,9 +99,9 @@ def main() -> None:
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = hub.target_folder(args.model)
-    _, tokenizer = load(str(model))
+    target, tokenizer = load(str(model))
     if args.random is None:
-        model = single_precision(model, folder / "target")
+        model = single_precision(target, model, folder / "target")
         drafter = plain_drafter(hub.drafter_folder(args.draft_model), folder / "drafter")
     else:
         model, drafter = random_qwen3(model, folder)
@@ -174,16 +176,20 @@ def plain_drafter(source: Path, folder: Path) -> Path:
     return write_model(folder, config, weights)
 
 
-def single_precision(source: Path, folder: Path) -> Path:
-    """The target in float32, in which this package computes on a CPU whatever is stored."""
-    shutil.copytree(source, folder)
-    for file in folder.glob("*.safetensors"):
-        weights = dict(mx.load(str(file)))  # type: ignore[arg-type]
-        floats = {k: v.astype(mx.float32) for k, v in weights.items() if mx.issubdtype(v.dtype, mx.floating)}
-        mx.eval(floats)
-        file.unlink()
-        mx.save_safetensors(str(file), weights | floats, metadata={"format": "mlx"})
+def single_precision(target: Target, source: Path, folder: Path) -> Path:
+    """A loaded target's weights as this package holds them on a CPU, unquantized float32, for all to read."""
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization", None), config.pop("quantization_config", None)
+    weights = dict(tree_flatten(target.model.parameters()))
+    write_model(folder, {**config, "dtype": "float32"}, {k: v.astype(mx.float32) for k, v in weights.items()})
+    copy_tokenizer(source, folder)
     return folder
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    for pattern in ("*token*", "chat_template*"):
+        for file in source.glob(pattern):
+            shutil.copy(file, folder)
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> Path:
@@ -211,10 +217,7 @@ def random_qwen3(tokenizer: Path, folder: Path) -> tuple[Path, Path]:
     weights |= {f"model.{key}": value for key, value in layers(rng, 12).items()}
     draft = {"fc.weight": noise(rng, 512, 1536), "hidden_norm.weight": mx.ones(512), "norm.weight": mx.ones(512)}
     model = write_model(folder / "target", target, weights)
-    for file in tokenizer.glob("*token*"):
-        (model / file.name).write_bytes(file.read_bytes())
-    for file in tokenizer.glob("chat_template*"):
-        (model / file.name).write_bytes(file.read_bytes())
+    copy_tokenizer(tokenizer, model)
     return model, write_model(folder / "drafter", drafter, draft | layers(rng, 2))
 
 

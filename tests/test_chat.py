@@ -1,5 +1,6 @@
 """The chat: in a real terminal, between pipes, and its parts."""
 
+import io
 import os
 import pty
 import re
@@ -13,7 +14,7 @@ import tiny
 
 from mlx_dflash.chat.commands import Commands
 from mlx_dflash.chat.lines import joined
-from mlx_dflash.chat.view import Reasoning
+from mlx_dflash.chat.view import Reasoning, View
 
 TEMPLATE = (
     "{% for m in messages %}{{ 'w5 ' if m.role == 'system' else 'w6 ' if m.role == 'user' else 'w8 ' }}"
@@ -143,6 +144,24 @@ def test_reasoning_is_split_from_the_reply_however_its_marks_come():
     begun = Reasoning("<think>", "</think>", begun=True)
     assert begun.feed("hm</think>yes", True) == [("hm", True), ("yes", False)]
     assert Reasoning(None, None).feed("<think>") == [("<think>", False)]
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_shows_reasoning_dimmed_but_not_with_no_color(monkeypatch, no_color):
+    class Tty(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("NO_COLOR", no_color)
+    view = View(Tty())
+    view.piece("hm", True)
+    view.piece("yes", False)
+    view.note("figures")
+    dimmed = "\x1b[2mhm\x1b[0myes\x1b[2mfigures\x1b[0m\n"
+    assert view.out.getvalue() == ("hmyesfigures\n" if no_color else dimmed)
+    view.show_reasoning = False
+    view.piece("hidden", True)
+    assert "hidden" not in view.out.getvalue()
 
 
 def test_a_backslash_at_the_end_of_a_line_goes_on_with_the_next():
