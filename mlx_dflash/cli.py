@@ -41,7 +41,7 @@ REFUSED: dict[str, str] = {
     "xtc-probability": "XTC sampling is not supported",
     "xtc-threshold": "XTC sampling is not supported",
     "max-kv-size": "a rotating cache would change the text",
-    "prompt-cache-file": "prompt caches are not supported yet",
+    "prompt-cache-file": "a conversation and its caches are kept by python -m mlx_dflash.chat",
     "quantize-activations": "it would change the text",
 }
 
