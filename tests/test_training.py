@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_dflash import generate, load, load_drafter
 from mlx_dflash.drafters.dflash import DFlashModel
@@ -22,9 +23,9 @@ from mlx_dflash.training.data import (
     tap_scales,
 )
 from mlx_dflash.training.export import export_drafter
-from mlx_dflash.training.model import block_mask, draft_hidden, start_from_target
+from mlx_dflash.training.model import block_mask, draft_hidden, quantize_linears, start_from_target, unquantized
 from mlx_dflash.training.prompts import OPENERS, held_out_prompts, split, training_prompts
-from mlx_dflash.training.train import candidates, drafter_config, train
+from mlx_dflash.training.train import candidates, drafter_config, start_weights, train
 from mlx_dflash.training.written import written_prompts
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -258,6 +259,32 @@ def test_a_trained_drafter_is_exported_and_drafts_better_than_its_start(llama, s
     rounds, accepted = taken(model, shape, scales, "trained")
     assert 0 < rounds < 0.6 * rounds_before
     assert accepted > 0
+
+
+def test_training_goes_on_from_a_drafter_of_the_same_shape_only(llama, samples, tmp_path):
+    target, _ = llama
+    work = work_folder(tmp_path / "work", samples)
+    trained, shape, scales = train(target, replace(TINY, steps=3), work, report=lambda _: None)
+    weights = dict(tree_flatten(trained.parameters()))
+    export_drafter(trained, shape, scales, tmp_path / "drafter", bits=None)
+    for start in (tmp_path / "drafter", work / "checkpoint.safetensors"):
+        again = dict(start_weights(start, shape, target, scales))
+        assert again.keys() == weights.keys()
+        assert all(mx.allclose(again[name], weights[name], atol=1e-6) for name in weights)
+    assert mx.array_equal(again["fc.weight"], weights["fc.weight"])
+    with pytest.raises(RequestError, match="makes one of"):
+        start_weights(tmp_path / "drafter", replace(shape, mask_token_id=9), target, scales)
+
+
+def test_a_quantized_drafter_comes_back_as_the_matrices_it_stands_for(llama):
+    shape = replace(drafter_config(TINY, llama[0]), hidden_size=64, intermediate_size=64, head_dim=32)
+    model = DFlashModel(shape)
+    plain = dict(tree_flatten(model.parameters()))
+    quantize_linears(model, 8, 64)
+    again = unquantized(model)
+    assert again.keys() == plain.keys()
+    assert all(mx.abs(again[name] - plain[name]).max() <= mx.abs(plain[name]).max() / 100 for name in plain)
+    assert not mx.array_equal(again["layers.0.mlp.up_proj.weight"], plain["layers.0.mlp.up_proj.weight"])
 
 
 def test_an_8_bit_export_loads_and_keeps_fc_and_norms_unquantized(llama, samples, tmp_path):

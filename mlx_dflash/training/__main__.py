@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name == "train":
             command.add_argument("--steps", type=int, default=None, help="optimizer steps")
             command.add_argument(
-                "--start", type=Path, default=None, help="checkpoint of another training to begin with"
+                "--start",
+                type=Path,
+                default=None,
+                help="a drafter's folder, or another training's checkpoint, to begin with",
             )
         if name in ("export", "evaluate"):
             command.add_argument("--drafter", type=Path, required=True, help="folder of the exported drafter")

@@ -5,6 +5,7 @@ Same weights and arithmetic as `drafters.dflash`; only packing differs. `tests/t
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..drafters.config import DrafterConfig
 from ..drafters.dflash import Attention, DFlashModel
@@ -121,3 +122,14 @@ def quantize_linears(model: DFlashModel, bits: int, group_size: int) -> None:
         bits=bits,
         class_predicate=lambda path, m: path.startswith("layers.") and isinstance(m, nn.Linear),
     )
+
+
+def unquantized(model: DFlashModel) -> dict[str, mx.array]:
+    """The model's weights by name, as if it had not been quantized."""
+    weights = dict(tree_flatten(model.parameters()))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.QuantizedLinear):
+            scales, biases = (weights.pop(f"{name}.{k}") for k in ("scales", "biases"))
+            sizes = {"group_size": module.group_size, "bits": module.bits}
+            weights[f"{name}.weight"] = mx.dequantize(weights[f"{name}.weight"], scales, biases, **sizes)
+    return weights

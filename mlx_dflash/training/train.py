@@ -14,13 +14,16 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..api import load_drafter
 from ..checkpoint import load_arrays
 from ..drafters.config import DrafterConfig
-from ..drafters.dflash import DFlashModel
+from ..drafters.dflash import DFlashDrafter, DFlashModel
+from ..drafters.formats.keys import SIZES
+from ..errors import RequestError
 from ..targets import Target
 from .config import TrainingConfig
 from .data import Features, Sample, load_features, tap_scales
-from .model import draft_hidden, start_from_target
+from .model import draft_hidden, fold_scales, start_from_target, unquantized
 
 
 @dataclass
@@ -140,8 +143,8 @@ def train(
 ) -> tuple[DFlashModel, DrafterConfig, list[float]]:
     """Train for `config.steps`, going on from the folder's checkpoint if there is one.
 
-    A new run begins with the target's last layers, or with the weights of the checkpoint `start`. Raises RequestError
-    if the folder holds no answers. Returns the model, its config and the tap scales that its input was multiplied with.
+    A new run begins with the target's last layers, or with `start`: another training's checkpoint, or the folder of a
+    drafter, quantized or not. Raises X
     """
     features = load_features(target, folder, (*config.taps, target.num_layers - 1))
     config.save(folder / "training.json")
@@ -156,7 +159,7 @@ def train(
     if start is None:
         start_from_target(model, shape, target, mx.array([samples[0].prompt + samples[0].answer]))
     else:
-        model.load_weights(model_weights(load_arrays(start)[0]))
+        model.load_weights(start_weights(start, shape, target, scales))
     decay = config.weight_decay
     optimizer = optim.AdamW(schedule(config), betas=[0.9, 0.98], weight_decay=decay, bias_correction=True)
     optimizer.init(model.trainable_parameters())
@@ -184,6 +187,19 @@ def train(
                 f.write(json.dumps(line) + "\n")
             report(f"step {step}/{config.steps}  loss {loss_now:.4f}  {pace:.2f} s/step")
     return model, shape, scales
+
+
+def start_weights(start: Path, shape: DrafterConfig, target: Target, scales: list[float]) -> list[tuple[str, mx.array]]:
+    """fp32 weights to begin with, for input that is multiplied with `scales`; RequestError if the shape differs."""
+    if start.is_file():
+        return model_weights(load_arrays(start)[0])
+    drafter = load_drafter(str(start), target)
+    wanted = {k: getattr(shape, k) for k in (*SIZES, "target_layer_ids", "mask_token_id")}
+    found = {k: getattr(drafter.config, k) for k in wanted}
+    if not isinstance(drafter, DFlashDrafter) or found != wanted:
+        raise RequestError(f"{start} is a drafter of {found}; this training makes one of {wanted}")
+    fold_scales(drafter.model, [1 / scale for scale in scales], shape.hidden_size)
+    return [(name, w.astype(mx.float32)) for name, w in unquantized(drafter.model).items()]
 
 
 def schedule(config: TrainingConfig) -> Callable[[mx.array], mx.array]:
