@@ -14,8 +14,8 @@ from .api import (
     load_drafter,
     stream_generate,
 )
-from .errors import CheckpointError, DFlashError, PairError, RequestError, UnsupportedError
-from .session import ContextFull, Session
+from .errors import CheckpointError, ContextFull, DFlashError, PairError, RequestError, UnsupportedError
+from .session import Session
 from .stats import Stats
 
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from . import calibrate, hub, memory, registry
 from .decode import Decoder, State
 from .drafters import DFlashDrafter, evaluate_drafter, open_drafter
-from .errors import RequestError
+from .errors import ContextFull, RequestError
 from .facts import decide_thinking, has_thinking_switch
 from .lookup import History, Lookup
 from .processors import LogitsProcessor, is_whole
@@ -156,6 +156,7 @@ def stream_generate(
     prefill_step_size: int = 2048,
     prompt_progress_callback: Progress | None = None,
     interrupted: Callable[[], bool] = lambda: False,
+    context_limit: int | None = None,
     remembered: Memory | None = None,
     **unsupported: Any,
 ) -> Iterator[GenerationResponse]:
@@ -175,17 +176,17 @@ def stream_generate(
     logits_processors: pure functions of (tokens, logits (1, vocab)), as in mlx-lm. thinking: on or off in the chat
     template; None leaves it to the template, but off with a drafter known to be trained without. proposals: "argmax" or
     "coupled" drafts (at draft_temp; None: temp; the default from temp 0.5 on); they change the speed, never the tokens.
+    context_limit: tokens that prompt and answer may take together; the answer ends there, 'length'.
     remembered: what an earlier request left; the run goes on from the longest usable prefix and leaves its own there.
     draft_window: the last rows of context that a drafter without a window of its own sees, draft_sink the first ones
     that it sees besides.
 
-    Raises, before anything runs, RequestError for a bad option and UnsupportedError for one of mlx-lm's that this
-    version or this model does not have.
+    Raises, before anything runs, RequestError for a bad option, UnsupportedError for one of mlx-lm's that this version
+    or this model does not have, and ContextFull for a prompt that leaves no room.
     """
     for name, value in unsupported.items():
         refuse_option(name, value)
-    if not is_whole(max_tokens) or max_tokens == 0 or max_tokens < -1:
-        raise RequestError(f"max_tokens must be 1 or more (-1: no limit), not {max_tokens}")
+    check_max_tokens(max_tokens)
     if not is_whole(prefill_step_size) or prefill_step_size < 1:
         raise RequestError(f"prefill_step_size must be 1 or more, not {prefill_step_size}")
     if draft_model is not None and draft_model.target is not model:
@@ -222,6 +223,9 @@ def stream_generate(
     ids = encode_prompt(tokenizer, prompt, **template)
     if max(ids) >= model.vocab_size or min(ids) < 0:
         raise RequestError(f"the prompt has token ids outside the model's table of {model.vocab_size} rows")
+    limit = max_tokens if max_tokens > 0 else 2**62
+    if context_limit is not None:
+        limit = min(limit, room_for(ids, prompt, context_limit))
 
     controller = None
     if block_size == "auto" and (drafter or from_text):
@@ -233,19 +237,19 @@ def stream_generate(
         observer.stats.sampling["thinking"] = thinking
         observer.stats.sampling["from"]["thinking"] = decider
     text = TextStream(tokenizer, stop, interrupted)
-    keep = remembered is not None
-    remembered = Memory() if remembered is None else remembered
     window = (draft_window, draft_sink)
     context = drafter.make_context(*window) if drafter is not None else None
-    fresh = State(ids, model.make_cache(kv_bits, kv_group_size), context)
-    state = remembered.resume(fresh, (model, kv_bits, kv_group_size), (drafter, *window) if drafter else None)
-    remembered.text = text
-    end = None if not keep or not chat or state.rewindable else message_end(tokenizer, prompt, ids, **template)
+    state = State(ids, model.make_cache(kv_bits, kv_group_size), context)
+    mark = None
+    if remembered is not None:
+        keys = (model, kv_bits, kv_group_size), None if drafter is None else (drafter, *window)
+        state = remembered.resume(state, *keys, text)
+        observer.stats.cached_tokens = state.cache.length
+        if chat and not state.rewindable:
+            mark = message_end(tokenizer, prompt, ids, **template), remembered.mark
     width = fixed(block_size) if isinstance(block_size, int) else fixed(1) if controller is None else controller.choose
     history = None if from_text is None else History(state.tokens)
     decoder = Decoder(model, drafter, state, width, sampler, text.cut, observer, history)
-    limit = max_tokens if max_tokens > 0 else 2**62
-    mark = None if end is None else (end, remembered.mark)
     return respond(decoder, text, observer, limit, prefill_step_size, controller, mark)
 
 
@@ -278,7 +282,7 @@ def respond(
     controller: Controller | None,
     mark: tuple[int, Callable[[], None]] | None = None,
 ) -> Iterator[GenerationResponse]:
-    """Run a decoder to its end. mark: a place in the prompt, and what is called when the caches stand there."""
+    """Run a decoder to its end. mark: a length of the prompt, and what is called when the caches stand there."""
     stats = observer.stats
     with wired_limit(), contextlib.closing(decoder.run(max_tokens, prefill_step)) as run:
         if mark is not None and decoder.state.cache.length < mark[0]:
@@ -341,6 +345,19 @@ def who_drafts(
         return None, draft_model
     beside = block_size == "auto" if lookup is None else lookup
     return draft_model, Lookup(draft_model.target) if beside else None
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    if not is_whole(max_tokens) or max_tokens == 0 or max_tokens < -1:
+        raise RequestError(f"max_tokens must be 1 or more (-1: no limit), not {max_tokens}")
+
+
+def room_for(ids: list[int], prompt: Prompt, limit: int) -> int:
+    """Tokens that an answer to the prompt may take. Raises ContextFull where there is no room."""
+    if len(ids) >= limit:
+        asked = [m for m in prompt if isinstance(m, dict) and m["role"] != "system"]
+        raise ContextFull(len(ids), limit, max(len(asked) - 1, 0))
+    return limit - len(ids)
 
 
 def check_draft_window(window: int | None, sink: int, draft_model: DFlashDrafter | Lookup | None) -> None:

@@ -6,14 +6,11 @@ can mend, 130 after Ctrl-C.
 
 import argparse
 import json
-import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import __version__
 from .api import (
     GenerationResponse,
     GenerationResult,
@@ -24,7 +21,7 @@ from .api import (
     thinking_option,
 )
 from .choice import choose_drafter, show_memory
-from .command import Parser
+from .command import Interrupt, Parser, add_pair_flags, log_to_stderr, prompt_bar, wanted_rows
 from .errors import DFlashError, RequestError, UnsupportedError
 from .facts import decide_thinking, has_thinking_switch
 from .report import compare, comparison, remarks, sampling_line, summary
@@ -32,7 +29,6 @@ from .sampling_flags import add_sampling_flags, wanted_sampling
 from .text import apply_template, encode_prompt
 
 DEFAULT_PROMPT = "hello"  # mlx-lm's
-LONG_PROMPT = 4096  # tokens from which on a terminal shows how far the prompt is
 # Flags of mlx_lm.generate that are refused by name, with what to do instead.
 REFUSED: dict[str, str] = {
     "adapter-path": "fuse the LoRA adapter into the model first (mlx_lm.fuse)",
@@ -46,51 +42,11 @@ REFUSED: dict[str, str] = {
 }
 
 
-def verbosity(value: str) -> str:
-    """The log level of a --verbose value, '' where only text is to be printed. True and False are mlx-lm's."""
-    if value.lower() in ("false", "f", "0", "no"):
-        return ""
-    return value.lower() if value.lower() in ("info", "debug") else "warning"
-
-
-def log_to_stderr(level: str) -> None:
-    """This package's log messages to stderr, from `level` on; '' leaves errors only."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    logger = logging.getLogger("mlx_dflash")
-    logger.handlers[:] = [handler]
-    logger.setLevel((level or "error").upper())
-
-
-def rows(value: str) -> int | str:
-    return value if value == "auto" else int(value)
-
-
 def build_parser() -> Parser:
     parser = Parser(prog="python -m mlx_dflash.generate", description="Generate text with DFlash speculative decoding.")
     add = parser.add_argument
-    add("--version", action="version", version=f"mlx_dflash {__version__}")
-    add(
-        "--model",
-        default=None,
-        help="model folder, .gguf file or Hugging Face name (default: the demo pair)",
-    )
-    add(
-        "--draft-model",
-        default=None,
-        help="drafter folder, .gguf file or name; lookup: from the text itself (default: the model's known one)",
-    )
-    add("--draft-window", type=int, default=None, metavar="N", help="last tokens that a drafter without a window sees")
-    add(
-        "--draft-sink", type=int, default=0, metavar="M", help="first tokens that it sees besides (with --draft-window)"
-    )
-    add("--no-lookup", action="store_true", help="never draft from the text itself beside the drafter")
-    add("--revision", default=None, help="branch, tag or commit of --model on the hub (default: what is cached)")
-    add("--draft-revision", default=None, help="the same of --draft-model")
+    add_pair_flags(add)
     add("--memory", action="store_true", help="print the memory that the pair needs, and load nothing")
-    add("--block-size", type=rows, default=None, metavar="N|auto", help="rows verified a round, anchor included")
-    add("--num-draft-tokens", type=int, default=None, metavar="N", help="the same as --block-size N+1")
-    add("--plain", action="store_true", help="decode without a drafter")
     add("--compare", action="store_true", help="decode plainly too; print both speeds and whether the tokens are equal")
     add("--json", action="store_true", help="print one JSON object: text, tokens, finish_reason, stats")
     add("--prompt", "-p", default=DEFAULT_PROMPT, help="the message; '-' reads it from stdin")
@@ -104,17 +60,8 @@ def build_parser() -> Parser:
     add("--max-tokens", "-m", type=int, default=256, help="most tokens to generate (-1: no limit; default 256)")
     add_sampling_flags(add)
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens forwarded at a time")
-    add("--kv-bits", type=int, default=None, metavar="4|8", help="quantize keys and values of full attention")
-    add("--kv-group-size", type=int, default=None, metavar="64|32", help="values a scale (default: what fits)")
     add("--quantized-kv-start", type=int, default=0, help=argparse.SUPPRESS)
     add("--profile", action="store_true", help="time drafting and verifying apart (slower)")
-    add(
-        "--verbose",
-        type=verbosity,
-        default="warning",
-        metavar="True|False|info|debug",
-        help="False prints the text only; info and debug also what is loaded from where",
-    )
     for name in REFUSED:
         short = ["-qa"] if name == "quantize-activations" else []
         add(f"--{name}", *short, nargs="*", default=None, help=argparse.SUPPRESS)
@@ -226,21 +173,6 @@ def as_json(result: GenerationResult) -> dict[str, Any]:
     return report
 
 
-def wanted_rows(args: argparse.Namespace) -> int | str:
-    """The block size that the flags ask for, after refusing contradictions."""
-    if args.plain and (args.draft_model or args.num_draft_tokens or args.block_size not in (None, 1)):
-        raise RequestError("--plain contradicts --draft-model, --block-size and --num-draft-tokens; drop one of them")
-    if args.block_size is not None and args.num_draft_tokens is not None:
-        raise RequestError("--block-size and --num-draft-tokens set the same thing; give one of them")
-    if args.num_draft_tokens is not None:
-        if args.num_draft_tokens < 0:
-            raise RequestError(f"--num-draft-tokens must be 0 (plain) or more, not {args.num_draft_tokens}")
-        return int(args.num_draft_tokens) + 1
-    if isinstance(args.block_size, int) and args.block_size < 1:
-        raise RequestError(f'--block-size must be "auto" or 1 (plain) or more, not {args.block_size}')
-    return "auto" if args.block_size is None else args.block_size
-
-
 def read_prompt(value: str) -> str:
     """The text of --prompt, or stdin's for '-'; backslash-n and -t are a newline and a tab, as in mlx-lm."""
     try:
@@ -286,42 +218,6 @@ def template(tokenizer: Any, prompt: str, args: argparse.Namespace, extra: dict[
         tokenizer, messages, tokenize=False, continue_final_message=answer, add_generation_prompt=not answer, **extra
     )
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-class Interrupt:
-    """Ctrl-C once: stop after the tokens that are committed. Twice: at once."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    def __enter__(self) -> "Interrupt":
-        self.old = signal.signal(signal.SIGINT, self.press)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.old)
-
-    def press(self, *_: object) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
-
-    def asked(self) -> bool:
-        return self.pressed
-
-    def check(self, *_: object) -> None:
-        """Between chunks of a long prompt there is no text yet to end well."""
-        if self.pressed:
-            raise KeyboardInterrupt
-
-
-def prompt_bar(done: int, total: int) -> None:
-    """How far a long prompt is, on a terminal; the line goes when the first token comes."""
-    if total < LONG_PROMPT or not sys.stderr.isatty():
-        return
-    filled = "#" * (30 * done // total)
-    text = f"prompt [{filled:.<30}] {done:,} of {total:,} tokens"
-    print("\r\x1b[K" + (text if done < total else ""), end="", file=sys.stderr, flush=True)
 
 
 def show(stream: Iterator[GenerationResponse], quiet: bool) -> GenerationResult:

@@ -19,3 +19,11 @@ class UnsupportedError(DFlashError):
 
 class RequestError(DFlashError):
     """A generation request that can't be served: an empty prompt, a bad option, contradictory settings."""
+
+
+class ContextFull(RequestError):
+    """A conversation does not fit the context. needed, limit: tokens; messages: those before the last question."""
+
+    def __init__(self, needed: int, limit: int, messages: int) -> None:
+        super().__init__(f"the conversation takes {needed} tokens and the context holds {limit}; drop old messages")
+        self.needed, self.limit, self.messages = needed, limit, messages

@@ -33,7 +33,6 @@ class Memory:
         self.state: State | None = None
         self.marks: list[Mark] = []
         self.text: TextStream | None = None
-        self.reused = 0  # tokens of the last prompt that were in the cache
         self.cache_key: Any = None
         self.context_key: Any = None
 
@@ -42,26 +41,21 @@ class Memory:
         """Tokens in the cache."""
         return 0 if self.state is None else self.state.cache.length
 
-    def clear(self) -> None:
-        self.state, self.marks = None, []
-
-    def resume(self, fresh: State, cache_key: Any, context_key: Any) -> State:
+    def resume(self, fresh: State, cache_key: Any, context_key: Any, text: TextStream) -> State:
         """The state to go on from with the tokens of `fresh`: what is remembered if any of it is usable, else `fresh`.
 
-        The keys say what cache and context were made for. A context that is no longer wanted is dropped; one that
-        is wanted and not there means that all tokens must be forwarded again.
+        text: of the answer that will be drawn. The keys say what cache and context were made for. A context that is no
+        longer wanted is dropped; one that is wanted and not there means that all tokens must be forwarded again.
         """
         if self.state is not None and context_key is None and cache_key == self.cache_key:
             self.state.context, self.context_key = None, None
         same = (cache_key, context_key) == (self.cache_key, self.context_key)
-        if self.state is None or not same or not self.go_back(fresh.tokens):
-            self.clear()
-        else:
+        if self.state is not None and same and self.go_back(fresh.tokens):
             self.state.tokens = fresh.tokens
-        if self.state is None:
-            self.state = fresh
+        else:
+            self.state, self.marks = fresh, []
         self.cache_key, self.context_key = cache_key, context_key
-        self.reused = self.length
+        self.text = text
         return self.state
 
     def go_back(self, tokens: list[int]) -> bool:

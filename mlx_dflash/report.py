@@ -15,12 +15,7 @@ from .targets import Target
 def summary(result: GenerationResult) -> str:
     """One line: mode, speed, mean accepted length, acceptance, block sizes."""
     s = result.stats
-    parts = [s.mode, f"{s.generation_tps:.1f} tokens/s"]
-    if s.mean_accepted_length is not None and s.acceptance_rate is not None:
-        parts.append(f"mean accepted length {s.mean_accepted_length:.2f}")
-        parts.append(f"acceptance {s.acceptance_rate:.1%}")
-    blocks = ", ".join(f"{n} x {size}" for size, n in sorted(s.block_sizes.items(), reverse=True))
-    parts.append(f"block sizes {blocks or 'none'}")
+    parts = [s.mode, *speed(s)]
     if s.width_reason:
         parts.append(s.width_reason)
     if s.timing == "profiled" and s.draft_time is not None and s.verify_time is not None and s.host_time is not None:
@@ -29,6 +24,16 @@ def summary(result: GenerationResult) -> str:
     parts.append(f"prompt {s.prompt_tokens} tokens, first token after {s.ttft:.2f} s")
     parts.append(f"peak memory {s.peak_memory / 1e9:.2f} GB")
     return " | ".join(parts)
+
+
+def speed(stats: Stats) -> list[str]:
+    """Tokens a second, mean accepted length and acceptance where drafts were made, block sizes."""
+    parts = [f"{stats.generation_tps:.1f} tokens/s"]
+    if stats.mean_accepted_length is not None and stats.acceptance_rate is not None:
+        parts.append(f"mean accepted length {stats.mean_accepted_length:.2f}")
+        parts.append(f"acceptance {stats.acceptance_rate:.1%}")
+    blocks = ", ".join(f"{n} x {size}" for size, n in sorted(stats.block_sizes.items(), reverse=True))
+    return [*parts, f"block sizes {blocks or 'none'}"]
 
 
 def sampling_line(stats: Stats) -> str:
@@ -47,18 +52,27 @@ def remarks(
 ) -> list[str]:
     """What a user should know of this pair and request, from the facts that model cards state."""
     out = []
-    facts = None if drafter is None else drafter_facts(drafter.name)
-    if facts is not None and facts.thinking is False:
+    if (name := trained_without_thinking(drafter)) is not None:
         if asked_to_think:
-            out.append(f"warning: {facts.name} was trained without thinking; expect it to draft thinking badly")
+            out.append(thinks_badly(name))
         elif stats.sampling.get("thinking") is False and asked_to_think is None:
             turn_on = """--chat-template-config '{"enable_thinking": true}'"""
-            out.append(f"thinking is off: {facts.name} was trained without it; {turn_on} turns it on")
+            out.append(f"thinking is off: {name} was trained without it; {turn_on} turns it on")
     known = target_facts(model.name)
     length = stats.prompt_tokens + stats.generation_tokens
     if known is not None and known.trained_context is not None and length > known.trained_context:
         out.append(f"warning: {length} tokens; {known.name} was trained on up to {known.trained_context}")
     return out
+
+
+def trained_without_thinking(drafter: DFlashDrafter | Lookup | None) -> str | None:
+    """The drafter's name on its card if that says so."""
+    facts = None if drafter is None else drafter_facts(drafter.name)
+    return facts.name if facts is not None and facts.thinking is False else None
+
+
+def thinks_badly(name: str) -> str:
+    return f"warning: {name} was trained without thinking; expect it to draft thinking badly"
 
 
 def compare(

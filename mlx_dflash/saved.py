@@ -45,15 +45,15 @@ def write(path: Path, model: Target, memory: Memory, facts: dict[str, Any]) -> N
             arrays |= {f"context.{name}": value for name, value in packed.items()}
     metadata = {"format": FORMAT, "version": str(VERSION), "head": json.dumps(head)}
     arrays["none"] = mx.zeros(1)  # a file holds at least one array
-    part = path.with_name(f".{path.name}.part.safetensors")
+    unfinished = path.with_name(f".{path.name}.part.safetensors")
     try:
-        mx.save_safetensors(str(part), arrays, metadata)
-        os.replace(part, path)
+        mx.save_safetensors(str(unfinished), arrays, metadata)
+        os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} can't be written: {error}") from error
     finally:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def read(

@@ -10,26 +10,16 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import saved
-from .api import GenerationResponse, stream_generate, thinking_option
+from .api import GenerationResponse, check_max_tokens, stream_generate
 from .drafters import DFlashDrafter
 from .errors import RequestError
-from .facts import decide_thinking, target_facts
+from .facts import target_facts
 from .lookup import Lookup
-from .processors import is_whole
 from .remembered import Memory
 from .settings import DEFAULTS, resolve
 from .targets import Target
-from .text import encode_prompt
 
 Message = dict[str, Any]
-
-
-class ContextFull(RequestError):
-    """The conversation does not fit the context. needed, limit: tokens; messages: those that `drop` could remove."""
-
-    def __init__(self, needed: int, limit: int, messages: int) -> None:
-        super().__init__(f"the conversation takes {needed} tokens and the context holds {limit}; drop old messages")
-        self.needed, self.limit, self.messages = needed, limit, messages
 
 
 class Session:
@@ -63,7 +53,7 @@ class Session:
     @property
     def messages(self) -> list[Message]:
         """The system prompt, if any, and all messages so far."""
-        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+        return self._templated(self.turns)
 
     @property
     def context_tokens(self) -> int:
@@ -73,18 +63,10 @@ class Session:
     def set(self, **changes: Any) -> None:
         """Change options from the next turn on; None: the default. Raises RequestError for a bad one, changing none."""
         resolve({**{k: v for k, v in {**self.options, **changes}.items() if k in DEFAULTS}, "seed": 0}).sampler()
-        if (most := changes.get("max_tokens")) is not None and (not is_whole(most) or most == 0 or most < -1):
-            raise RequestError(f"max_tokens must be 1 or more (-1: no limit), not {most}")
+        if (most := changes.get("max_tokens")) is not None:
+            check_max_tokens(most)
         self.options |= changes
         self.options = {k: v for k, v in self.options.items() if k != "max_tokens" or v is not None}
-
-    def prompt_ids(self, messages: list[Message] | None = None) -> list[int]:
-        """The templated ids that a reply to these messages (None: the conversation) would begin from."""
-        thinking, _ = decide_thinking(
-            self.options.get("thinking"), self.tokenizer, getattr(self.draft_model, "name", None)
-        )
-        template = {} if thinking is None else thinking_option(self.tokenizer, thinking)
-        return encode_prompt(self.tokenizer, self.messages if messages is None else messages, **template)
 
     def send(self, text: str, **overrides: Any) -> Iterator[GenerationResponse]:
         """A user message, and the reply as it is committed. overrides: options for this turn alone.
@@ -114,7 +96,7 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write conversation and caches to one file; a file of that name is replaced only by a whole one."""
-        facts = {"turns": self.turns, "system": self.system, "context_limit": self.context_limit}
+        facts = {"turns": self.turns, "system": self.system}
         saved.write(Path(path), self.model, self.memory, facts)
 
     def restore(self, path: str | Path) -> None:
@@ -139,6 +121,9 @@ class Session:
         session.restore(path)
         return session
 
+    def _templated(self, turns: list[Message]) -> list[Message]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *turns]
+
     def _last_question(self) -> int:
         asked = [i for i, message in enumerate(self.turns) if message["role"] == "user"]
         if not asked:
@@ -147,27 +132,25 @@ class Session:
 
     def _reply(self, turns: list[Message], overrides: dict[str, Any]) -> Iterator[GenerationResponse]:
         options = {**self.options, **overrides}
-        messages = [*self.messages[: len(self.messages) - len(self.turns)], *turns]
-        needed = len(self.prompt_ids(messages))
-        if needed >= self.context_limit:
-            raise ContextFull(needed, self.context_limit, len(turns) - 1)
-        most, room = options.pop("max_tokens", 256), self.context_limit - needed
-        options["max_tokens"] = room if most == -1 else min(most, room)
         stream = stream_generate(
-            self.model, self.tokenizer, messages, draft_model=self.draft_model, remembered=self.memory, **options
+            self.model,
+            self.tokenizer,
+            self._templated(turns),
+            draft_model=self.draft_model,
+            context_limit=self.context_limit,
+            remembered=self.memory,
+            **options,
         )
         return self._follow(stream, turns)
 
     def _follow(self, stream: Iterator[GenerationResponse], turns: list[Message]) -> Iterator[GenerationResponse]:
         before, self.turns, begun = self.turns, turns, False
-        text = self.memory.text
+        text, self.reused = self.memory.text, self.memory.length
         assert text is not None
         try:
             for response in stream:
                 begun = True
-                if response.generation_tokens == 1:
-                    self.reused = self.memory.reused
-                    self.forwarded = response.prompt_tokens - self.reused
+                self.forwarded = response.prompt_tokens - self.reused
                 yield response
         finally:
             stream.close()  # type: ignore[attr-defined]

@@ -81,8 +81,6 @@ class Observer:
     def prefilled(self, done: int, total: int) -> None:
         if self.progress is not None:
             self.progress(done, total)
-        if not self.stats.prompt_tokens:
-            self.stats.cached_tokens = done
         self.stats.prompt_tokens = total
 
     def drafted(self, drafts: mx.array) -> None:

@@ -94,13 +94,13 @@ def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: An
         raise RequestError(f"the chat template rejects this conversation: {' '.join(str(e).split())}") from e
 
 
-def message_end(tokenizer: Any, messages: Any, ids: list[int], **template: Any) -> int | None:
+def message_end(tokenizer: Any, messages: Any, ids: list[int], **template: Any) -> int:
     """How many of the prompt's `ids` belong to the messages themselves, the generation prompt left out.
 
-    None where the template does not simply add the generation prompt at the end.
+    0 where the template does not simply add the generation prompt at the end.
     """
     base = [int(i) for i in apply_template(tokenizer, list(messages), add_generation_prompt=False, **template)]
-    return len(base) if 0 < len(base) < len(ids) and ids[: len(base)] == base else None
+    return len(base) if len(base) < len(ids) and ids[: len(base)] == base else 0
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | Sequence[dict[str, Any]], **template: Any) -> list[int]:

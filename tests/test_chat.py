@@ -1,6 +1,7 @@
 """The chat: in a real terminal, between pipes, and its parts."""
 
 import io
+import json
 import os
 import pty
 import re
@@ -144,6 +145,22 @@ def test_reasoning_is_split_from_the_reply_however_its_marks_come():
     begun = Reasoning("<think>", "</think>", begun=True)
     assert begun.feed("hm</think>yes", True) == [("hm", True), ("yes", False)]
     assert Reasoning(None, None).feed("<think>") == [("<think>", False)]
+
+
+def test_reasoning_that_the_template_opens_is_known_from_the_first_message_on(chat, tmp_path):
+    folder = tmp_path / "target"
+    opened = TEMPLATE.replace("w8 {% endif %}", "w8 <think> {% endif %}")
+    tiny.copy_folder(tiny.target_folder(), folder, tokenizer_config={"chat_template": opened, "eos_token": tiny.REMOVE})
+    words = json.loads((folder / "tokenizer.json").read_text())
+    vocab = words["model"]["vocab"]
+    vocab["<think>"], vocab["</think>"] = vocab.pop("w7"), vocab.pop("w11")
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    command = [str(folder) if part.endswith("/target") else part for part in chat]
+    shown = piped(command, "w50 w51\n", tmp_path)
+    hidden = piped(command, "/think hide\nw50 w51\n", tmp_path)
+    assert shown.returncode == hidden.returncode == 0, shown.stderr + hidden.stderr
+    assert len(shown.stdout.split()) == 8 and "error" not in shown.stderr
+    assert hidden.stdout.split() == [] and hidden.stderr.count("tokens/s") == 1
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])

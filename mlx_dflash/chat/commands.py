@@ -6,8 +6,9 @@ from typing import Any
 
 from ..drafters import DFlashDrafter
 from ..errors import RequestError
-from ..facts import drafter_facts, has_thinking_switch
+from ..facts import has_thinking_switch
 from ..lookup import Lookup
+from ..report import thinks_badly, trained_without_thinking
 from ..session import Session
 from ..stats import Stats
 from ..width import check_block_size
@@ -21,10 +22,16 @@ Loader = Callable[[str], tuple[Any, Any, DFlashDrafter | Lookup | None, str]]
 
 
 class Commands:
-    """Acts on a session. reply: draws a reply from a stream of responses and prints it."""
+    """Acts on a session. reply: draws a reply from a stream of responses and prints it.
 
-    def __init__(self, session: Session, view: View, reply: Callable[..., None], loader: Loader) -> None:
+    max_context: what the user allows, for a session with another model too; None: what that one was trained for.
+    """
+
+    def __init__(
+        self, session: Session, view: View, reply: Callable[..., None], loader: Loader, max_context: int | None = None
+    ) -> None:
         self.session, self.view, self.reply, self.loader = session, view, reply, loader
+        self.max_context = max_context
         self.drafter = session.draft_model
         self.last: Stats | None = None
 
@@ -124,9 +131,8 @@ class Commands:
             if not has_thinking_switch(self.session.tokenizer):
                 raise RequestError("the chat template has no switch for thinking")
             self.session.options["thinking"] = what == "on"
-            facts = drafter_facts(getattr(self.session.draft_model, "name", "") or "")
-            if what == "on" and facts is not None and facts.thinking is False:
-                self.view.note(f"warning: {facts.name} was trained without thinking; expect it to draft thinking badly")
+            if what == "on" and (name := trained_without_thinking(self.session.draft_model)) is not None:
+                self.view.note(thinks_badly(name))
         self.view.note(f"thinking: {what}")
 
     def do_save(self, rest: str) -> None:
@@ -146,7 +152,7 @@ class Commands:
             old = self.session
             model, tokenizer, self.drafter, pair = self.loader(rest)
             options = {**old.options, "block_size": "auto"}
-            self.session = Session(model, tokenizer, self.drafter, old.system, **options)
+            self.session = Session(model, tokenizer, self.drafter, old.system, self.max_context, **options)
             self.session.turns = old.turns
             self.view.note(pair)
         else:

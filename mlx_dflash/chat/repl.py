@@ -5,15 +5,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import __version__
 from ..api import check_kv_quantization, load
 from ..choice import choose_drafter
-from ..cli import Interrupt, log_to_stderr, prompt_bar, rows, verbosity, wanted_rows
-from ..command import Parser
-from ..errors import CheckpointError, DFlashError
+from ..command import Interrupt, Parser, add_pair_flags, log_to_stderr, prompt_bar, wanted_rows
+from ..errors import ContextFull, DFlashError
 from ..hub import cache_folder
 from ..sampling_flags import add_sampling_flags, wanted_sampling
-from ..session import ContextFull, Session
+from ..session import Session
 from .commands import Commands
 from .lines import line_reader
 from .view import Reasoning, View, status
@@ -24,33 +22,16 @@ def build_parser() -> Parser:
         prog="python -m mlx_dflash.chat", description="Chat with a model, with DFlash speculative decoding."
     )
     add = parser.add_argument
-    add("--version", action="version", version=f"mlx_dflash {__version__}")
-    add("--model", default=None, help="model folder, .gguf file or Hugging Face name (default: the demo pair)")
-    add(
-        "--draft-model",
-        default=None,
-        help="drafter folder, .gguf file or name; lookup (default: the model's known one)",
-    )
-    add("--draft-window", type=int, default=None, metavar="N", help="last tokens that a drafter without a window sees")
-    add("--draft-sink", type=int, default=0, metavar="M", help="first tokens that it sees besides")
-    add("--no-lookup", action="store_true", help="never draft from the text itself beside the drafter")
-    add("--revision", default=None, help="branch, tag or commit of --model on the hub (default: what is cached)")
-    add("--draft-revision", default=None, help="the same of --draft-model")
-    add("--block-size", type=rows, default=None, metavar="N|auto", help="rows verified a round, anchor included")
-    add("--num-draft-tokens", type=int, default=None, metavar="N", help="the same as --block-size N+1")
-    add("--plain", action="store_true", help="decode without a drafter")
+    add_pair_flags(add)
     add("--system-prompt", default=None, help="system message")
     add("--max-tokens", "-m", type=int, default=-1, help="most tokens a reply (default: until the context is full)")
     add("--max-context", type=int, default=None, metavar="N", help="tokens of context (default: what the model knows)")
-    add("--kv-bits", type=int, default=None, metavar="4|8", help="quantize keys and values of full attention")
-    add("--kv-group-size", type=int, default=None, metavar="64|32", help="values a scale (default: what fits)")
     add(
         "--prompt-cache-file",
         default=None,
         metavar="FILE",
         help="go on from this file if it is there; /exit saves to it",
     )
-    add("--verbose", type=verbosity, default="warning", metavar="True|False|info|debug", help="log messages")
     add_sampling_flags(add)
     return parser
 
@@ -73,6 +54,7 @@ class Chat:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.view = View()
+        self.replied = False  # has the last reply begun?
         options = {
             **wanted_sampling(args),
             "block_size": wanted_rows(args),
@@ -89,17 +71,18 @@ class Chat:
         model, tokenizer, drafter, pair = self.load(args.model or "demo")
         self.view.note(pair)
         session = Session(model, tokenizer, drafter, args.system_prompt, args.max_context, **options)
-        self.commands = Commands(session, self.view, self.reply, self.load)
+        self.commands = Commands(session, self.view, self.reply, self.load, args.max_context)
         if args.prompt_cache_file and os.path.exists(args.prompt_cache_file):
             self.commands.do_load(args.prompt_cache_file)
 
     def load(self, name: str) -> tuple[Any, Any, Any, str]:
         """Target, tokenizer, drafter, and a line about the pair."""
-        if name != (self.args.model or "demo"):  # another model: its own drafter, unless plain
-            self.args.draft_model = self.args.draft_revision = self.args.revision = None
-            self.args.model = name
-        model, tokenizer = load(name, self.args.revision)
-        drafter, pair = choose_drafter(self.args, model)
+        args = argparse.Namespace(**vars(self.args))
+        if name != (args.model or "demo"):  # another model: its own drafter, unless plain
+            args.draft_model = args.draft_revision = args.revision = None
+            args.model = name
+        model, tokenizer = load(name, args.revision)
+        drafter, pair = choose_drafter(args, model)
         return model, tokenizer, drafter, pair
 
     def run(self) -> None:
@@ -129,10 +112,11 @@ class Chat:
                 f"the context is full: {full.needed:,} tokens of {full.limit:,}. /drop N forgets the oldest of "
                 f"{full.messages} messages, /clear all of them"
             )
-        except (DFlashError, CheckpointError) as error:
+        except DFlashError as error:
             self.view.note(f"error: {error}")
         except KeyboardInterrupt:
-            self.view.note("stopped before the reply began; the message is not kept")
+            said = "the reply is kept as far as it came" if self.replied else "the message is not kept"
+            self.view.note(f"stopped at once; {said}")
         return True
 
     def reply(self, start: Callable[..., Any], *text: str) -> None:
@@ -144,10 +128,12 @@ class Chat:
                 interrupt.check()
                 prompt_bar(done, total)
 
+            self.replied = False
             stream = start(*text, interrupted=interrupt.asked, prompt_progress_callback=progress)
             reasoning = Reasoning(*reasoning_marks(session))
             response = None
             for response in stream:
+                self.replied = True
                 for piece, thought in reasoning.feed(response.text, response.finish_reason is not None):
                     view.piece(piece, thought)
             view.out.write("\n")
@@ -161,11 +147,15 @@ class Chat:
 
 
 def reasoning_marks(session: Session) -> tuple[str | None, str | None, bool]:
-    """The marks around reasoning, and whether the template opens it; None where the tokenizer knows none."""
+    """The marks around reasoning, and whether the template opened it for the reply that is about to be drawn.
+
+    None where the tokenizer knows none.
+    """
     tokenizer = session.tokenizer
     start, end = getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None)
     if not start or not end:
         return None, None, False
-    ids = session.prompt_ids()
-    tail = tokenizer.decode(ids[-8:])
+    state = session.memory.state
+    assert state is not None  # the reply's prompt is in it
+    tail = tokenizer.decode(state.tokens[-8:])
     return start, end, tail.rstrip().endswith(start)

@@ -1,12 +1,13 @@
 """What the chat prints: replies as they are committed, reasoning dimmed or hidden, a line of figures after each.
 
-Knows text and terminals; nothing of models.
+Knows text, terminals and figures; nothing of models.
 """
 
 import os
 import sys
 from typing import TextIO
 
+from ..report import speed
 from ..stats import Stats
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -70,12 +71,7 @@ class View:
 
 def status(stats: Stats, finish_reason: str | None, used: int, limit: int) -> str:
     """One line after a reply. used, limit: tokens of context."""
-    parts = [f"{stats.generation_tps:.1f} tokens/s"]
-    if stats.mean_accepted_length is not None and stats.acceptance_rate is not None:
-        parts.append(f"mean accepted length {stats.mean_accepted_length:.2f}")
-        parts.append(f"acceptance {stats.acceptance_rate:.0%}")
-    sizes = ", ".join(f"{n} x {rows}" for rows, n in sorted(stats.block_sizes.items(), reverse=True))
-    parts.append(f"{stats.mode}, block sizes {sizes or 'none'}")
+    parts = [stats.mode, *speed(stats)]
     of = f" of {limit:,}" if limit < 2**31 else ""
     parts.append(f"context {used:,}{of} tokens, {stats.cached_tokens:,} found in the cache")
     parts.append(f"first token after {stats.ttft:.2f} s")
