@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -20,12 +21,30 @@ from mlx_dflash.training.data import (
     generate_answers,
     load_answers,
     load_features,
+    prompts_of,
     tap_scales,
+    thinking_of,
 )
 from mlx_dflash.training.export import export_drafter
-from mlx_dflash.training.model import block_mask, draft_hidden, quantize_linears, start_from_target, unquantized
+from mlx_dflash.training.model import (
+    block_mask,
+    draft_hidden,
+    fold_scales,
+    quantize_linears,
+    start_from_target,
+    unquantized,
+)
 from mlx_dflash.training.prompts import OPENERS, held_out_prompts, split, training_prompts
-from mlx_dflash.training.train import candidates, drafter_config, start_weights, train
+from mlx_dflash.training.train import (
+    Batch,
+    as_drafter,
+    candidates,
+    drafter_config,
+    loss_of,
+    start_weights,
+    train,
+    trained_weights,
+)
 from mlx_dflash.training.written import written_prompts
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -178,6 +197,75 @@ def test_packed_blocks_equal_the_runtime_drafter(family):
             assert mx.abs(got - expected).max().item() < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["tokens", "distribution"])
+def test_loss_and_gradient_of_a_step_equal_torch(llama, kind):
+    """Against autograd over z-lab's drafter, block by block (tests/oracle/training.py)."""
+    target, _ = llama
+    reference = dict(np.load(GOLDEN / "training.npz"))
+    drafter = load_drafter(GOLDEN / "llama" / "draft", target)
+    golden = np.load(GOLDEN / "llama" / "golden.npz")
+    longest = sorted(int(n) for n in golden["contexts"])[-2:]
+    taps, width = drafter.taps, 8
+    rows, anchors, ids, known, final = [], [], [], [], []
+    for n in longest:
+        prompt, answer = golden[f"p{n}_ids"].tolist(), golden[f"p{n}_greedy"].tolist()
+        text = prompt + answer
+        _, states = target.forward(mx.array([text]), target.make_cache(), (*taps, target.num_layers - 1))
+        states = np.array(states[0])
+        at = sorted(len(prompt) + (a if a >= 0 else len(answer) + a) for a in (0, 3, 11, -4))
+        rows.append(states[:, : -target.hidden_size])
+        anchors.append(at)
+        ids.append([(text[a : a + width] + [0] * width)[:width] for a in at])
+        known.append([[a + k < len(text) for k in range(1, width)] for a in at])
+        chose = np.minimum(np.array(at)[:, None] + np.arange(width - 1), len(text) - 1)
+        final.append(states[chose, -target.hidden_size :])
+    most = max(map(len, rows))
+    padded = np.stack([np.pad(r, ((0, most - len(r)), (0, 0))) for r in rows])
+    lengths = mx.array([len(r) for r in rows])
+    arrays = (mx.array(padded), lengths, mx.array(anchors), mx.array(ids), mx.array(known), mx.array(np.stack(final)))
+    config = replace(TINY, layers=3, targets=kind, alignment=2.0, feature_noise=0.0, gamma=4.0)
+    labels = np.array(ids)[..., 1:]
+    everything = candidates(np.random.default_rng(0), config, labels, np.arange(target.vocab_size), target.vocab_size)
+
+    def loss(model):
+        return loss_of(model, drafter.config, target, Batch(*arrays), everything, config, mx.random.key(0))
+
+    value, grads = nn.value_and_grad(drafter.model, loss)(drafter.model)
+    grads = dict(tree_flatten(grads))
+    assert value.item() == pytest.approx(float(reference[f"{kind}.loss"]), abs=1e-4)
+    names = [key.removeprefix(f"{kind}.grad.") for key in reference if key.startswith(f"{kind}.grad.")]
+    assert len(names) == 8
+    for name in names:
+        wanted = reference[f"{kind}.grad.{name}"]
+        assert np.abs(wanted).max() > 1e-4  # a parameter that the loss reaches
+        assert np.abs(np.array(grads[name]) - wanted).max() < 1e-4, name
+
+
+def test_an_exported_folder_is_what_zlab_loads_and_drafts_the_same(llama, tmp_path):
+    """`golden/training_export` was loaded by z-lab's package, whose draft logits are recorded."""
+    target, _ = llama
+    golden = GOLDEN / "training_export"
+    drafter = load_drafter(golden, target)
+    scales = [0.5, 2.0, 4.0]
+    model = load_drafter(GOLDEN / "llama" / "draft", target).model
+    fold_scales(model, [1 / s for s in scales], target.hidden_size)
+    export_drafter(model, drafter.config, scales, tmp_path / "again", bits=None)
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == json.loads(
+        (golden / "config.json").read_text()
+    )
+    again, kept = (mx.load(str(folder / "model.safetensors")) for folder in (tmp_path / "again", golden))
+    assert again.keys() == kept.keys() and all(mx.allclose(again[n], kept[n], atol=1e-6) for n in kept)
+
+    arrays = np.load(GOLDEN / "llama" / "golden.npz")
+    n = sorted(int(n) for n in arrays["contexts"])[-2]
+    _, features = target.forward(mx.array(arrays[f"p{n}_ids"])[None], target.make_cache(), drafter.taps)
+    context = drafter.make_context()
+    drafter.append(features, context)
+    _, logits = drafter.draft(mx.array(arrays[f"p{n}_greedy"][:1]), 8, context, lambda scores, *_: scores.argmax(-1))
+    wanted = np.load(GOLDEN / "training.npz")["export.logits"]
+    assert np.abs(np.array(logits[0]) - wanted).max() < 1e-4
+
+
 def test_mask_equals_brute_force():
     lengths, anchors, context, block = [7, 5], [[2, 6], [1, 4]], 7, 3
     mask = np.array(block_mask(mx.array(lengths), mx.array(anchors), context, block))
@@ -232,6 +320,115 @@ def test_a_killed_run_resumes_to_the_same_weights(llama, samples, tmp_path):
     assert mx.array_equal(whole.fc.weight, resumed.fc.weight)
     assert mx.array_equal(whole.layers[1].mlp.up_proj.weight, resumed.layers[1].mlp.up_proj.weight)
     assert load_config(parts / "training.json") == TINY
+
+
+def test_validation_keeps_the_best_and_ends_a_training_that_gets_no_better(llama, samples, tmp_path):
+    target, _ = llama
+    config = replace(TINY, steps=40, validate_every=4, patience=2)
+    heard, seen = [], []
+
+    def validate(drafter):
+        run = generate(target, llama[1], samples[0].prompt, draft_model=drafter, block_size=8, max_tokens=8)
+        assert run.stats.rounds > 0 and run.tokens == samples[0].answer[:8]
+        seen.append(drafter.model.fc.weight)
+        return [2.0, 2.5, 2.5, 1.0][len(seen) - 1]
+
+    whole = work_folder(tmp_path / "whole", samples)
+    model, _, scales = train(target, config, whole, report=heard.append, validate=validate)
+    assert len(seen) == 4 and "stopped at step 16: no better than 2.500 for 2 validations" in heard[-1]
+    best = dict(trained_weights(whole))
+    columns = mx.repeat(mx.array(scales), target.hidden_size)
+    assert mx.allclose(best["fc.weight"] * columns, seen[1], rtol=1e-5)
+    assert not mx.array_equal(best["fc.weight"], model.fc.weight)
+    rows = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
+    assert [r["mean_accepted_length"] for r in rows] == [2.0, 2.5, 2.5, 1.0]
+
+    parts, calls = work_folder(tmp_path / "parts", samples), len(seen)
+
+    class Killed(Exception):
+        pass
+
+    def killed(message):
+        raise Killed
+
+    seen.clear()
+    for _ in range(3):  # killed after every validation, and run again
+        with pytest.raises(Killed):
+            train(target, config, parts, report=killed, validate=validate)
+    again, _, _ = train(target, config, parts, report=heard.append, validate=validate)
+    assert len(seen) == calls and mx.array_equal(again.fc.weight, model.fc.weight)
+    assert mx.array_equal(dict(trained_weights(parts))["fc.weight"], best["fc.weight"])
+
+
+def test_a_drafter_overfits_a_few_answers_of_a_random_target(llama, samples, tmp_path):
+    """Mean accepted length of at least 0.9 x block, by the real loop."""
+    target, tokenizer = llama
+    config = replace(TINY, steps=300, learning_rate=4e-3, feature_noise=0.0, widths=(8,), targets="tokens", gamma=7.0)
+    model, shape, scales = train(target, config, work_folder(tmp_path / "work", samples), report=lambda _: None)
+    drafter = as_drafter(model, shape, scales, target)
+    lengths, short = [], 0
+    for sample in samples:
+        run = generate(
+            target, tokenizer, sample.prompt, draft_model=drafter, block_size=8, max_tokens=len(sample.answer)
+        )
+        assert run.tokens == sample.answer
+        short += sum(n for rows, n in run.stats.block_sizes.items() if rows < 8)  # cut by the end of the text
+        lengths += run.stats.acceptance_lengths
+    assert len(lengths) >= 12 and short <= len(samples)
+    assert sum(lengths) / len(lengths) >= 0.9 * 8
+
+
+def test_hidden_states_beyond_the_bound_are_computed_when_they_are_drawn(chat, samples, tmp_path):
+    target, tokenizer = chat
+    taps = (1, 3, 5, target.num_layers - 1)
+    width = len(taps) * target.hidden_size * 2
+    bound = (samples[0].rows + samples[1].rows + 1) * width
+    whole = load_features(target, work_folder(tmp_path / "whole", samples), taps)
+    some = load_features(target, work_folder(tmp_path / "some", samples), taps, bound)
+    assert [place is None for place in some.places] == [False, False, True]
+    assert (tmp_path / "some" / "features.f16").stat().st_size <= bound
+    for i in range(3):
+        assert np.array_equal(whole.of(i), some.of(i))
+
+    prompts = [("chat", f"w{30 + i} w{40 + i}") for i in range(6)]
+    for name, most in (("a", 10**9), ("b", 20 * width)):
+        (tmp_path / name).mkdir()
+        generate_answers(target, tokenizer, prompts, tmp_path / name, taps, max_tokens=5, most_bytes=most, report=print)
+    assert (tmp_path / "b" / "features.f16").stat().st_size <= 20 * width
+    kept, bounded = (load_features(target, tmp_path / name, taps, 0) for name in "ab")
+    assert None not in kept.places and None in bounded.places and bounded.places[0] is not None
+    for i in range(6):
+        assert np.abs(kept.of(i).astype(np.float32) - bounded.of(i)).max() < 1e-2
+
+
+def test_own_prompts_and_whether_they_think_are_recorded(chat, tmp_path):
+    target, tokenizer = chat
+    before = tokenizer.chat_template
+    tokenizer.chat_template = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %} w23{% endif %}"
+    path = tmp_path / "own.jsonl"
+    talk = [
+        {"role": "user", "content": "w30"},
+        {"role": "assistant", "content": "w31"},
+        {"role": "user", "content": "w32"},
+    ]
+    path.write_text(json.dumps({"prompt": "w40 w41", "task": "mine"}) + "\n\n" + json.dumps({"messages": talk}) + "\n")
+    prompts = prompts_of(path)
+    assert prompts == [("mine", "w40 w41"), ("own", talk)]
+    work = tmp_path / "work"
+    work.mkdir()
+    generate_answers(target, tokenizer, prompts, work, (1,), max_tokens=3, thinking=False, report=print)
+    found = {s.task: s.prompt for s in load_answers(work)}
+    for name, messages in (("mine", [{"role": "user", "content": "w40 w41"}]), ("own", talk)):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)
+        assert found[name] == list(ids) != list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    assert thinking_of(work) == "off"
+    with pytest.raises(RequestError, match="thinking off, not on"):
+        generate_answers(target, tokenizer, prompts, work, (1,), max_tokens=3, thinking=True, report=print)
+    tokenizer.chat_template = before
+    for line in ("{", "[]", '{"messages": []}', '{"messages": [{"role": "assistant", "content": "x"}]}', "{}"):
+        path.write_text('{"prompt": "w40"}\n' + line + "\n")
+        with pytest.raises(RequestError, match="line 2"):
+            prompts_of(path)
 
 
 def test_a_trained_drafter_is_exported_and_drafts_better_than_its_start(llama, samples, tmp_path):

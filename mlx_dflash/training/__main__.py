@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ..api import load, load_drafter
-from ..checkpoint import load_arrays
 from ..drafters.dflash import DFlashDrafter, DFlashModel
 from ..errors import DFlashError
+from .chart import draw_log
 from .config import TrainingConfig, load_config
-from .data import generate_answers, load_answers, load_features, tap_scales
+from .data import MOST_BYTES, generate_answers, load_answers, load_features, prompts_of, tap_scales, thinking_of
 from .evaluate import evaluate
 from .export import export_drafter, model_card
 from .prompts import held_out_prompts, training_prompts
-from .train import drafter_config, model_weights, train
+from .train import drafter_config, train, trained_weights
 from .written import written_prompts
 
 
@@ -50,9 +50,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 help="begin all of these with an opener of a task class, not half",
             )
             command.add_argument("--max-tokens", type=int, default=160, help="longest answer, tokens")
+            command.add_argument(
+                "--prompts-file", type=Path, default=None, help="JSON Lines of your own (prompt or messages) instead"
+            )
+            command.add_argument("--thinking", choices=("on", "off"), default=None, help="in the chat template")
             command.add_argument("--part", default="1/1", help="k/n: the k-th of n processes sharing the work")
         if name in ("generate", "train"):
             command.add_argument("--config", type=Path, default=None, help="training.json to use")
+            command.add_argument(
+                "--cache-gb", type=float, default=MOST_BYTES / 2**30, help="most disk for hidden states (default 20)"
+            )
         if name == "train":
             command.add_argument("--steps", type=int, default=None, help="optimizer steps")
             command.add_argument(
@@ -82,14 +89,28 @@ def run_generate(args: argparse.Namespace) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     part, parts = (int(n) for n in args.part.split("/"))
     suffix = f"-{part}" if parts > 1 else ""
-    prompts = training_prompts(args.prompts, seed=0)[part - 1 :: parts]
+    if args.prompts_file is not None:
+        prompts = prompts_of(args.prompts_file)[part - 1 :: parts]
+    else:
+        prompts = [*training_prompts(args.prompts, seed=0)[part - 1 :: parts]]
     if args.written:
         path = args.work / f"prompts{suffix}.jsonl"
         only = args.openers_only
         count = args.written // parts
         prompts += written_prompts(target, tokenizer, count, path, seed=part, openers_only=only, report=log)
     taps = (*stored_config(args).taps, target.num_layers - 1)
-    generate_answers(target, tokenizer, prompts, args.work, taps, part=suffix, max_tokens=args.max_tokens, report=log)
+    generate_answers(
+        target,
+        tokenizer,
+        prompts,
+        args.work,
+        taps,
+        part=suffix,
+        max_tokens=args.max_tokens,
+        thinking={None: None, "on": True, "off": False}[args.thinking],
+        most_bytes=int(args.cache_gb * 2**30),
+        report=log,
+    )
 
 
 def stored_config(args: argparse.Namespace) -> TrainingConfig:
@@ -99,11 +120,34 @@ def stored_config(args: argparse.Namespace) -> TrainingConfig:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    target, _ = load(args.model)
+    target, tokenizer = load(args.model)
     config = stored_config(args)
     if args.steps is not None:
         config = replace(config, steps=args.steps)
-    train(target, config, args.work, report=log, start=args.start)
+
+    def validate(drafter: DFlashDrafter) -> float:
+        prompts = held_out_prompts(config.validation_prompts)
+        tokens, quiet = config.validation_tokens, lambda line: None
+        found = evaluate(target, tokenizer, drafter, prompts, config.block_size, tokens, report=quiet)
+        return float(found["all"]["mean_accepted_length"])
+
+    def report(line: str) -> None:
+        log(("\r\x1b[K" if sys.stderr.isatty() else "") + line)
+        draw_log(args.work / "log.jsonl", args.work / "log.png")
+
+    most = int(args.cache_gb * 2**30)
+    train(
+        target,
+        config,
+        args.work,
+        report=report,
+        start=args.start,
+        validate=validate if tokenizer.has_chat_template else None,
+        most_bytes=most,
+        progress=live,
+    )
+    if not draw_log(args.work / "log.jsonl", args.work / "log.png"):
+        log("no picture of the log: pip install 'mlx-dflash[charts]'")
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -111,7 +155,7 @@ def run_export(args: argparse.Namespace) -> None:
     config = load_config(args.work / "training.json")
     shape = drafter_config(config, target)
     model = DFlashModel(shape)
-    model.load_weights(model_weights(load_arrays(args.work / "checkpoint.safetensors")[0]))
+    model.load_weights(trained_weights(args.work))
     features = load_features(target, args.work, (*config.taps, target.num_layers - 1))
     scales = tap_scales(features, len(config.taps) + 1)[:-1]
     export_drafter(model, shape, scales, args.drafter, bits=args.bits or None)
@@ -144,9 +188,16 @@ def training_facts(config: TrainingConfig, samples: list[Any], args: argparse.Na
         "loss": f"against the target's {config.targets}, draft k weighted exp(-(k-1)/{config.gamma:g})",
         "noise on the features": config.feature_noise,
         "start": f"the target's last {config.layers} layers",
+        "thinking": thinking_of(args.work),
         "seed": config.seed,
         "held-out prompts": f"{args.per_class} a class, {args.max_tokens} tokens each",
     }
+
+
+def live(line: str) -> None:
+    """One line that is written over, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def log(message: str) -> None:

@@ -16,6 +16,10 @@ class TrainingConfig:
     drafter's and the target's final hidden states). The softmax is over the step's own labels, the `frequent` most
     common tokens and `negatives` drawn ones, whose logits carry the log of their sampling rate. `feature_noise`:
     standard deviation of Gaussian noise on the scaled features, against learning the answers by heart.
+
+    Every `validate_every` steps (0: never) held-out prompts, `validation_prompts` of each task class, are decoded up to
+    `validation_tokens` tokens with the drafter as it is, by the real loop at the whole block; training stops when their
+    mean accepted length has not risen for `patience` times.
     """
 
     layers: int = 2
@@ -36,6 +40,10 @@ class TrainingConfig:
     frequent: int = 2048
     negatives: int = 2048
     seed: int = 0
+    validate_every: int = 500
+    validation_prompts: int = 2
+    validation_tokens: int = 48
+    patience: int = 6
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")

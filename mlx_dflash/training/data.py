@@ -1,8 +1,8 @@
 """Training data: the target's own greedy answers, with the hidden states that were tapped while it wrote them.
 
 A work folder holds parts, made one after the other or side by side. A part is `answers*.jsonl`, one Sample a line, and
-beside it `features*.f16`, the tapped rows of each sample in the same order, appended batch by batch; a second run goes
-on after the last complete batch.
+beside it `features*.f16`, the tapped rows of its first samples in the same order, as many as the size bound leaves room
+for; those of the others are computed when they are drawn. A second run goes on after the last complete batch.
 """
 
 import json
@@ -17,6 +17,9 @@ from mlx.utils import tree_map
 
 from ..errors import RequestError
 from ..targets import Target
+
+MOST_BYTES = 20 * 2**30  # of features a part, unless another bound is asked for
+THINKING = "thinking.txt"
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,23 @@ class Sample:
 
 @dataclass
 class Features:
-    """Rows of all samples, part after part: each a memory map (rows, taps * hidden) fp16; places: (part, first row)."""
+    """Rows of all samples, part after part: each a memory map (rows, taps * hidden) fp16.
 
+    places: (part, first row); None where the disk was not to hold them.
+    """
+
+    target: Target
+    taps: Sequence[int]
     parts: Sequence[np.ndarray]
-    places: list[tuple[int, int]]
+    places: list[tuple[int, int] | None]
     samples: list[Sample]
 
     def of(self, index: int) -> np.ndarray:
         """The rows of one sample, (sample.rows, taps * hidden)."""
-        part, first = self.places[index]
+        place = self.places[index]
+        if place is None:
+            return forward_features(self.target, self.samples[index], self.taps)
+        part, first = place
         return np.asarray(self.parts[part][first : first + self.samples[index].rows])
 
 
@@ -98,33 +109,42 @@ def decode_batch(
 def generate_answers(
     target: Target,
     tokenizer: Any,
-    prompts: Sequence[tuple[str, str]],
+    prompts: Sequence[tuple[str, str | list[dict[str, Any]]]],
     folder: Path,
     taps: Sequence[int],
     *,
     part: str = "",
     max_tokens: int = 160,
     batch: int = 128,
+    thinking: bool | None = None,
+    most_bytes: int = MOST_BYTES,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Append a Sample and its features per (class, prompt) to a part; prompts that any part has are passed over.
+    """Append a Sample and its features per (class, prompt or messages) to a part; prompts that any part has are passed
+    over.
 
-    Prompts of one length are decoded together. An answer that does not end by itself is cut at `max_tokens`. Raises
-    RequestError if the part was made with other taps.
+    Prompts of one length are decoded together. An answer that does not end by itself is cut at `max_tokens`. thinking:
+    on or off in the chat template, None: as the template does. Features beyond `most_bytes` a part are not kept. Raises
+    RequestError if the part was made with other taps, or with thinking otherwise.
     """
     path, rows_path = folder / f"answers{part}.jsonl", folder / f"features{part}.f16"
     done = load_samples(path)
     width = len(taps) * target.hidden_size
     check_taps(folder, taps, width, write=True)
+    check_thinking(folder, thinking)
     rows_path.touch()
+    counts = [s.rows for s in done]
+    whole = whole_rows(counts, rows_path.stat().st_size // (width * 2))
     with rows_path.open("r+b") as f:  # rows of a batch whose lines were never written
-        f.truncate(sum(s.rows for s in done) * width * 2)
+        f.truncate(whole * width * 2)
+    rows, all_kept = whole, whole == sum(counts)  # on disk; are they of all samples so far?
 
     known = {tuple(s.prompt) for s in load_answers(folder)}
     by_length: dict[int, list[tuple[str, list[int]]]] = {}
+    switch = {} if thinking is None else {"enable_thinking": thinking}
     for task, text in prompts:
-        messages = [{"role": "user", "content": text}]
-        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **switch))
         if tuple(ids) not in known:
             known.add(tuple(ids))
             by_length.setdefault(len(ids), []).append((task, ids))
@@ -136,8 +156,11 @@ def generate_answers(
     for group in batches:
         answers, features = decode_batch(target, [ids for _, ids in group], stops, max_tokens, taps)
         with rows_path.open("ab") as f:
-            for rows in features:
-                f.write(rows.tobytes())
+            for tapped in features:
+                all_kept = all_kept and (rows + len(tapped)) * width * 2 <= most_bytes
+                if all_kept:
+                    f.write(tapped.tobytes())
+                    rows += len(tapped)
         append_samples(path, [Sample(task, ids, a) for (task, ids), a in zip(group, answers, strict=True)])
         finished += len(group)
         report(f"generated {finished} of {total} answers")
@@ -153,6 +176,59 @@ def check_taps(folder: Path, taps: Sequence[int], width: int, write: bool = Fals
             raise RequestError(f"{folder} holds features of taps {found['taps']}, not {list(taps)}; use another folder")
     elif write:
         path.write_text(json.dumps(wanted) + "\n")
+
+
+def check_thinking(folder: Path, thinking: bool | None) -> None:
+    """Note whether the answers think; RequestError if those that are there were made otherwise."""
+    path = folder / THINKING
+    wanted = {None: "as the template does", True: "on", False: "off"}[thinking]
+    if path.exists() and (found := path.read_text().strip()) != wanted:
+        raise RequestError(f"{folder} holds answers with thinking {found}, not {wanted}; use another folder")
+    path.write_text(wanted + "\n")
+
+
+def thinking_of(folder: Path) -> str:
+    """How the folder's answers were made: "on", "off" or "as the template does"."""
+    path = folder / THINKING
+    return path.read_text().strip() if path.exists() else "as the template does"
+
+
+def whole_rows(counts: Sequence[int], rows: int) -> int:
+    """Of `rows` rows those that are of whole samples, by the samples' rows."""
+    total = 0
+    for count in counts:
+        if total + count > rows:
+            break
+        total += count
+    return total
+
+
+def prompts_of(path: Path) -> list[tuple[str, str | list[dict[str, Any]]]]:
+    """(class, prompt or messages) of a JSON Lines file: objects with "prompt" or "messages", and "task" if known.
+
+    Messages end with a user's. Raises RequestError naming the line that is otherwise.
+    """
+    out: list[tuple[str, str | list[dict[str, Any]]]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"{path} can't be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            asked = row.get("prompt") or row["messages"]
+            if not isinstance(asked, str) and (not asked or asked[-1]["role"] != "user"):
+                raise ValueError("the last message is not a user's")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError(
+                f"{path}, line {number}: an object with prompt or messages is wanted ({error})"
+            ) from error
+        out.append((str(row.get("task", "own")), asked))
+    if not out:
+        raise RequestError(f"{path} holds no prompts")
+    return out
 
 
 def append_samples(path: Path, samples: Sequence[Sample]) -> None:
@@ -174,8 +250,9 @@ def load_answers(folder: Path) -> list[Sample]:
     return [sample for path in sorted(folder.glob("answers*.jsonl")) for sample in load_samples(path)]
 
 
-def load_features(target: Target, folder: Path, taps: Sequence[int]) -> Features:
-    """The features of all parts; those of answers that have none yet (copied in from elsewhere) are computed first.
+def load_features(target: Target, folder: Path, taps: Sequence[int], most_bytes: int = MOST_BYTES) -> Features:
+    """The features of all parts; those of answers that have none yet (copied in from elsewhere) are computed first, as
+    far as they fit in `most_bytes` a part.
 
     Raises RequestError if the folder holds no answers, or features of other taps.
     """
@@ -184,26 +261,35 @@ def load_features(target: Target, folder: Path, taps: Sequence[int]) -> Features
         raise RequestError(f"{folder} holds no answers; run the generate command first")
     width = len(taps) * target.hidden_size
     check_taps(folder, taps, width, write=True)
-    parts, places, everything = [], [], []
+    parts: list[np.ndarray] = []
+    places: list[tuple[int, int] | None] = []
+    everything: list[Sample] = []
     for part, mine in named.items():
         path = folder / f"features{part}.f16"
-        starts = np.cumsum([0] + [s.rows for s in mine]).tolist()
-        have = path.stat().st_size // (width * 2) if path.exists() else 0
-        if have < starts[-1]:
-            first = max(i for i, row in enumerate(starts) if row <= have)
+        counts = [s.rows for s in mine]
+        starts = np.cumsum([0, *counts]).tolist()
+        have = whole_rows(counts, path.stat().st_size // (width * 2) if path.exists() else 0)
+        wanted = max(have, whole_rows(counts, most_bytes // (width * 2)))
+        if have < wanted:
             path.touch()
             with path.open("r+b") as f:
-                f.truncate(starts[first] * width * 2)
+                f.truncate(have * width * 2)
                 f.seek(0, 2)
-                for sample in mine[first:]:
-                    ids = mx.array([(sample.prompt + sample.answer)[:-1]], mx.uint32)
-                    _, rows = target.forward(ids, target.make_cache(), taps, last_logits_only=True)
-                    assert rows is not None
-                    f.write(np.array(rows[0].astype(mx.float16)).tobytes())
-        parts.append(np.memmap(path, np.float16, "r", shape=(starts[-1], width)))
-        places += [(len(parts) - 1, row) for row in starts[:-1]]
+                for sample in mine[starts.index(have) : starts.index(wanted)]:
+                    f.write(forward_features(target, sample, taps).tobytes())
+        shape = (wanted, width)
+        parts.append(np.memmap(path, np.float16, "r", shape=shape) if wanted else np.zeros(shape, np.float16))
+        places += [(len(parts) - 1, at) if at + n <= wanted else None for at, n in zip(starts, counts, strict=False)]
         everything += mine
-    return Features(parts, places, everything)
+    return Features(target, taps, parts, places, everything)
+
+
+def forward_features(target: Target, sample: Sample, taps: Sequence[int]) -> np.ndarray:
+    """A sample's rows by a forward over it, (sample.rows, taps * hidden) fp16."""
+    ids = mx.array([(sample.prompt + sample.answer)[:-1]], mx.uint32)
+    _, rows = target.forward(ids, target.make_cache(), taps, last_logits_only=True)
+    assert rows is not None
+    return np.array(rows[0].astype(mx.float16))
 
 
 def tap_scales(features: Features, taps: int, samples: int = 64) -> list[float]:

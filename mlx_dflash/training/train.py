@@ -22,8 +22,10 @@ from ..drafters.formats.keys import SIZES
 from ..errors import RequestError
 from ..targets import Target
 from .config import TrainingConfig
-from .data import Features, Sample, load_features, tap_scales
+from .data import MOST_BYTES, Features, Sample, load_features, tap_scales
 from .model import draft_hidden, fold_scales, start_from_target, unquantized
+
+BEST = "best.safetensors"
 
 
 @dataclass
@@ -140,13 +142,19 @@ def train(
     report: Callable[[str], None] = print,
     save_every: int = 100,
     start: Path | None = None,
+    validate: Callable[[DFlashDrafter], float] | None = None,
+    most_bytes: int = MOST_BYTES,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[DFlashModel, DrafterConfig, list[float]]:
     """Train for `config.steps`, going on from the folder's checkpoint if there is one.
+
+    validate: a drafter -> its mean accepted length; asked as the config says, it may end the training early. The best
+    weights so far are `best.safetensors`. most_bytes: of features on disk a part. progress: told of every step.
 
     A new run begins with the target's last layers, or with `start`: another training's checkpoint, or the folder of a
     drafter, quantized or not. Raises X
     """
-    features = load_features(target, folder, (*config.taps, target.num_layers - 1))
+    features = load_features(target, folder, (*config.taps, target.num_layers - 1), most_bytes)
     config.save(folder / "training.json")
     samples = features.samples
     scales = tap_scales(features, len(config.taps) + 1)[:-1]
@@ -163,11 +171,11 @@ def train(
     decay = config.weight_decay
     optimizer = optim.AdamW(schedule(config), betas=[0.9, 0.98], weight_decay=decay, bias_correction=True)
     optimizer.init(model.trainable_parameters())
-    step = restore(folder, model, optimizer)
+    step, trend = restore(folder, model, optimizer)
     value_and_grad = nn.value_and_grad(model, lambda m, *inputs: loss_of(m, shape, target, *inputs))
     losses: list[float] = []
     started, first = time.perf_counter(), step
-    while step < config.steps:
+    while step < config.steps and trend.misses < config.patience:
         rng = random.Random(f"{config.seed}/{step}")  # of the step alone, so that a resumed run draws the same
         batch = draw_batch(rng, config, samples, features, scale)
         labels = np.array(batch.ids[..., 1:])
@@ -178,14 +186,26 @@ def train(
         mx.eval(model.parameters(), optimizer.state, loss)
         losses.append(loss.item())
         step += 1
-        if step % save_every == 0 or step == config.steps:
-            save(folder, model, optimizer, step)
-            pace = (time.perf_counter() - started) / (step - first)
-            loss_now = round(float(np.mean(losses[-save_every:])), 4)
+        pace = (time.perf_counter() - started) / (step - first)
+        loss_now = round(float(np.mean(losses[-save_every:])), 4)
+        said = f"step {step}/{config.steps}  loss {loss_now:.4f}  {pace:.2f} s/step"
+        progress(f"{said}  {(config.steps - step) * pace / 60:.0f} min left")
+        due = validate is not None and config.validate_every > 0 and step % config.validate_every == 0
+        if step % save_every == 0 or step == config.steps or due:
             line = {"step": step, "loss": loss_now, "seconds_a_step": round(pace, 3)}
+            if due and validate is not None:
+                tau = validate(as_drafter(model, shape, scales, target))
+                line["mean_accepted_length"] = round(tau, 4)
+                said += f"  mean accepted length {tau:.3f}"
+                trend = trend.after(tau)
+                if trend.misses == 0:
+                    save_best(folder, model)
+            save(folder, model, optimizer, step, trend)
             with (folder / "log.jsonl").open("a") as f:
                 f.write(json.dumps(line) + "\n")
-            report(f"step {step}/{config.steps}  loss {loss_now:.4f}  {pace:.2f} s/step")
+            report(said)
+    if trend.misses >= config.patience:
+        report(f"stopped at step {step}: no better than {trend.best:.3f} for {trend.misses} validations")
     return model, shape, scales
 
 
@@ -202,32 +222,66 @@ def start_weights(start: Path, shape: DrafterConfig, target: Target, scales: lis
     return [(name, w.astype(mx.float32)) for name, w in unquantized(drafter.model).items()]
 
 
+@dataclass(frozen=True)
+class Trend:
+    """Validation so far: the best mean accepted length, and how often since then it was not beaten."""
+
+    best: float = 0.0
+    misses: int = 0
+
+    def after(self, tau: float) -> "Trend":
+        return Trend(tau, 0) if tau > self.best else Trend(self.best, self.misses + 1)
+
+
+def as_drafter(model: DFlashModel, shape: DrafterConfig, scales: list[float], target: Target) -> DFlashDrafter:
+    """The drafter that an export of the model as it is would be, unquantized; the model is left alone."""
+    copy = DFlashModel(shape)
+    copy.load_weights(tree_flatten(model.parameters()))
+    fold_scales(copy, scales, shape.hidden_size)
+    return DFlashDrafter(copy, shape, target)
+
+
 def schedule(config: TrainingConfig) -> Callable[[mx.array], mx.array]:
     warm = optim.linear_schedule(0, config.learning_rate, config.warmup)
     decay = optim.cosine_decay(config.learning_rate, max(config.steps - config.warmup, 1))
     return optim.join_schedules([warm, decay], [config.warmup])
 
 
-def save(folder: Path, model: DFlashModel, optimizer: optim.Optimizer, step: int) -> None:
+def save_best(folder: Path, model: DFlashModel) -> None:
+    arrays = {f"model.{k}": v for k, v in tree_flatten(model.parameters())}
+    part = folder / "best.part.safetensors"
+    mx.save_safetensors(str(part), arrays)
+    part.replace(folder / BEST)
+
+
+def trained_weights(folder: Path) -> list[tuple[str, mx.array]]:
+    """Of the best validation, else of the last checkpoint. Raises RequestError if nothing was trained there."""
+    found = [path for name in (BEST, "checkpoint.safetensors") if (path := folder / name).exists()]
+    if not found:
+        raise RequestError(f"{folder} holds no trained drafter; run the train command first")
+    return model_weights(load_arrays(found[0])[0])
+
+
+def save(folder: Path, model: DFlashModel, optimizer: optim.Optimizer, step: int, trend: Trend) -> None:
     """Write a checkpoint beside the old one, then put it in its place."""
     arrays = {f"model.{k}": v for k, v in tree_flatten(model.parameters())}
     arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(optimizer.state)}
     part = folder / "checkpoint.part.safetensors"
-    mx.save_safetensors(str(part), arrays, {"step": str(step)})
+    mx.save_safetensors(str(part), arrays, {"step": str(step), "best": repr(trend.best), "misses": str(trend.misses)})
     part.replace(folder / "checkpoint.safetensors")
 
 
-def restore(folder: Path, model: DFlashModel, optimizer: optim.Optimizer) -> int:
-    """Load the folder's checkpoint, if any; returns the step to go on from."""
+def restore(folder: Path, model: DFlashModel, optimizer: optim.Optimizer) -> tuple[int, Trend]:
+    """Load the folder's checkpoint, if any; returns the step to go on from, and how validation went until then."""
     path = folder / "checkpoint.safetensors"
     if not path.exists():
-        return 0
+        return 0, Trend()
     arrays, meta = load_arrays(path)
     model.load_weights(model_weights(arrays))
     state = [(k.removeprefix("optimizer."), v) for k, v in arrays.items() if k.startswith("optimizer.")]
     optimizer.state = tree_unflatten(state)
     mx.eval(model.parameters(), optimizer.state)
-    return int(meta["step"])
+    return int(meta["step"]), Trend(float(meta.get("best", 0.0)), int(meta.get("misses", 0)))
 
 
 def model_weights(arrays: dict[str, mx.array]) -> list[tuple[str, mx.array]]:
