@@ -1,0 +1,328 @@
+"""`report`: results as Markdown, or as one HTML page with charts that needs no other file; both end in a verdict."""
+
+import argparse
+import html
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_dflash.benchmarks.run import number
+from mlx_dflash.benchmarks.schema import Result, read
+from mlx_dflash.benchmarks.svg import bars, curves
+from mlx_dflash.benchmarks.verdict import verdicts
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+table { border-collapse: collapse; margin: .8rem 0; font-size: .9rem; } svg { width: 100%; max-width: 46rem; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; } th:first-child, td:first-child
+{ text-align: left; } .verdict { border-left: 4px solid #2f6f9f; padding: .4rem .9rem; background: #f3f6f9; }
+.mark { color: #a33; }
+"""
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+# What a page is made of: (kind, content): "h1", "h2", "p", "mark", "verdict" with text, "table", "svg".
+Block = tuple[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", type=Path, nargs="+", help="files that other commands wrote")
+    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="write one HTML page")
+    parser.add_argument(
+        "--markdown", type=Path, default=None, metavar="FILE", help="write Markdown (default: print it)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    blocks = [block for path in args.results for block in blocks_of(read(path))]
+    if args.html is not None:
+        args.html.write_text(as_html(blocks), encoding="utf-8")
+    if args.markdown is not None:
+        args.markdown.write_text(as_markdown(blocks), encoding="utf-8")
+    if args.html is None and args.markdown is None:
+        print(as_markdown(blocks), end="")
+    return 0
+
+
+def blocks_of(result: Result) -> Iterator[Block]:
+    """A result's page, from its mode to its verdict."""
+    setup, machine = result["setup"], result.get("machine", {})
+    mode = {None: "nothing generated"}.get(result["mode"], result["mode"])
+    yield "h1", f"{result['command']}: {setup.get('model') or setup.get('shape') or setup.get('url') or ''} ({mode})"
+    yield "p", facts_of(setup, machine)
+    yield from SECTIONS.get(result["command"], other)(result)
+    for mark in result["marks"]:
+        yield "mark", mark
+    if result["command"] in ("run", "sweep", "context"):
+        yield "h2", "Verdict"
+        for verdict in verdicts(result):
+            yield "verdict", f"{verdict.name}: {verdict.text}"
+
+
+def facts_of(setup: dict[str, Any], machine: dict[str, Any]) -> str:
+    """One paragraph: the pair, sampling with where it comes from, prompts, machine."""
+    parts = []
+    if setup.get("draft_model"):
+        parts.append(f"drafter {setup['draft_model']}, trained block {setup.get('trained_block')}")
+    if setup.get("quantization"):
+        parts.append(f"quantization {setup['quantization']}")
+    if setup.get("quality"):
+        kept = ("kl_mean", "top1_agreement")
+        parts.append(
+            "against its source: " + ", ".join(f"{k} {setup['quality'][k]:.3g}" for k in kept if k in setup["quality"])
+        )
+    if isinstance(setup.get("sampling"), dict):
+        origins = setup.get("sampling_from", {})
+        given = [f"{k} {v} ({origins.get(k, '?')})" for k, v in setup["sampling"].items() if v not in (None, False)]
+        parts.append("sampling " + ", ".join(given))
+    if setup.get("prompts"):
+        parts.append("{count} prompts, {source}, hash {hash}".format(**setup["prompts"]))
+    if setup.get("batch_size"):
+        parts.append(f"batch {setup['batch_size']}")
+    on = [machine.get(k) for k in ("processor", "device", "os")]
+    parts.append(", ".join(str(v) for v in on if v))
+    parts += [f"{k} {machine[k]}" for k in ("mlx", "mlx-lm", "mlx-dflash") if machine.get(k)]
+    parts += [f"power {machine['power_source']}"] if machine.get("power_source") else []
+    return "; ".join(part for part in parts if part) + "."
+
+
+def of_run(result: Result) -> Iterator[Block]:
+    summary, names = result["summary"], [n for n in result["setup"]["arms"] if n in result["summary"]["arms"]]
+    ratios = {task: found["dflash"] for task, found in summary["ratios"].items() if found.get("dflash")}
+    yield "h2", "Speed against plain decoding"
+    medians = {task: found["median"] for task, found in ratios.items()}
+    spans = {task: found["interval_95"] for task, found in ratios.items()}
+    yield "svg", bars("decoding speed over plain, median and 95 %", medians, spans, " x", line=1)
+    rows = []
+    for task, found in ratios.items():
+        arm = (summary["arms"] if task == "all" else summary["tasks"][task])["dflash"]
+        rows.append(
+            [
+                task,
+                f"{found['median']:.2f}",
+                "{:.2f}-{:.2f}".format(*found["interval_95"]),
+                number(arm["acceptance"], ".1%"),
+                number(arm["mean_accepted_length"], ".2f"),
+                number(arm["tokens_per_finished"], ".0f"),
+                str(arm["cached_tokens"]),
+                str(arm["loops"]),
+            ]
+        )
+    head = ("task", "x plain", "95 %", "acceptance", "mean accepted length", "tokens a finished answer",
+            "prompt tokens from cache", "loops")  # fmt: skip
+    yield "table", (head, rows)
+    yield "h2", "What a user sees"
+    yield "table", latency_table({name: summary["arms"][name] for name in names})
+    yield (
+        "p",
+        (
+            "Gaps between tokens: burst, the first token of a block after the wait for it and the others at once; "
+            "smoothed, the wait shared by the tokens that came with it. P90 speed: nine of ten requests reach it."
+        ),
+    )
+    cold = {name: summary["arms"][name]["cold"] for name in names}
+    text = "; ".join(
+        f"{n} first token {c[0]['ttft']:.2f} s, then {number(c[0]['tps'], '.1f')} tokens/s"
+        for n, c in cold.items()
+        if c
+    )
+    yield "p", f"Cold, the first request of each arm: {text}."
+    arm = summary["arms"]["dflash"]
+    yield "h2", "Acceptance"
+    places = {str(k): share for k, share in enumerate(arm["acceptance_by_position"], 1)}
+    yield "svg", bars("share of drafts kept, by position", places)
+    lengths = {f"{n} tokens": float(count) for n, count in arm["histogram"].items()}
+    yield "svg", bars("rounds, by the tokens that they committed", lengths)
+    sizes = ", ".join(f"{count} of {rows} rows" for rows, count in arm["block_sizes"].items())
+    yield "p", f"Rounds: {sizes}; {number(arm['host_reads_per_round'], '.2f')} host reads a round."
+    yield "h2", "Where the time goes, and memory"
+    if (phases := summary.get("phases")) and phases["share"]:
+        yield (
+            "table",
+            (
+                ("a round, timed apart", "ms", "share"),
+                [[n, f"{v * 1e3:.1f}", f"{phases['share'][n]:.1%}"] for n, v in phases["seconds_a_round"].items()],
+            ),
+        )
+        yield (
+            "p",
+            f"Tokens are chosen on {phases['token_selection']}; {phases['host_reads_a_round']:.2f} host reads a round.",
+        )
+    memory = summary.get("memory", {})
+    held = [r for r in result["requests"] if r.get("kv_bytes") and r["kv_bytes"]["drafter"]]
+    full = max(held, key=lambda r: r["kv_bytes"]["tokens"], default=None)
+    cells = [["target", mb(memory.get("target"))], ["drafter", mb(memory.get("drafter"))]]
+    if full is not None:
+        tokens = full["kv_bytes"]["tokens"]
+        cells.append([f"target's cache at {tokens} tokens", mb(full["kv_bytes"]["target"])])
+        cells.append([f"drafter's at {tokens} tokens", mb(full["kv_bytes"]["drafter"])])
+    cells.append(["peak", mb(max((r.get("peak_bytes") or 0 for r in result["requests"]), default=None))])
+    yield "table", (("memory", "MB"), cells)
+    for name, found in summary.get("equality", {}).items():
+        parted = "; ".join(
+            f"{p['id']} at {p['at']}, margin {number(p['logit_margin'], '.1e')}" for p in found["parted"][:6]
+        )
+        yield (
+            "p",
+            f"{name}: {found['equal']} texts equal to plain decoding's" + (f"; parted: {parted}." if parted else "."),
+        )
+
+
+def latency_table(arms: dict[str, Any]) -> Table:
+    head = ("arm", "tokens/s decoding", "user P50", "user P90", "first token P50 s", "P90", "P99", "burst gap P50 ms",
+            "P90", "P99", "smoothed P50 ms", "P90", "P99")  # fmt: skip
+    rows = []
+    for name, arm in arms.items():
+        cells = [name, number(arm["raw_tps"], ".1f"), *(number(arm["user_tps"][p], ".1f") for p in ("p50", "p90"))]
+        cells += [number(arm["ttft"][p], ".3f") for p in ("p50", "p90", "p99")]
+        for gaps in ("itl_burst", "itl_smoothed"):
+            values = (arm[gaps][p] for p in ("p50", "p90", "p99"))
+            cells += [number(None if v is None else v * 1e3, ".1f") for v in values]
+        rows.append(cells)
+    return head, rows
+
+
+def of_sweep(result: Result) -> Iterator[Block]:
+    table = result["summary"]["table"]
+    for title, figure in (
+        ("speed over plain decoding", "speedup"),
+        ("mean accepted length", "mean_accepted_length"),
+        ("acceptance", "acceptance"),
+    ):
+        series = {
+            f"temp {temp:g}": [(r["rows"], r[figure]) for r in table if r["temp"] == temp and r["rows"] and r[figure]]
+            for temp in dict.fromkeys(r["temp"] for r in table)
+        }
+        yield "svg", curves(f"{title}, by rows a round", series, "rows verified a round", "")
+    rows = []
+    for r in table:
+        name = (
+            "auto"
+            if r["rows"] is None
+            else f"{r['rows']}{' (beyond the trained block)' if r['beyond_trained_block'] else ''}"
+        )
+        span = "{:.2f}-{:.2f}".format(*r["interval_95"])
+        accepted, length = number(r["acceptance"], ".1%"), number(r["mean_accepted_length"], ".2f")
+        rows.append([name, f"{r['temp']:g}", f"{r['speedup']:.2f}", span, length, accepted])
+    yield "table", (("rows", "temp", "x plain", "95 %", "mean accepted length", "acceptance"), rows)
+    for temp, best in result["summary"]["recommended"].items():
+        yield "p", f"Temperature {temp}: {f'--block-size {best}' if best else 'no fixed width beats plain decoding'}."
+
+
+def of_context(result: Result) -> Iterator[Block]:
+    fills = result["summary"]["fills"]
+    arms = list(dict.fromkeys(name for row in fills for name in row["arms"]))
+    for title, figure, unit, factor in (
+        ("decoding speed", "raw_tps", "tokens/s", 1.0),
+        ("time to first token", "ttft", "s", 1.0),
+        ("acceptance", "acceptance", "", 1.0),
+        ("caches held", "cache_bytes", "MB", 1e-6),
+    ):
+        series = {
+            name: [
+                (row["fill"], row["arms"][name][figure] * factor)
+                for row in fills
+                if name in row["arms"] and row["arms"][name][figure] is not None
+            ]
+            for name in arms
+        }
+        yield "svg", curves(title, series, "tokens of context", unit, log_x=True)
+    rows = [
+        [
+            str(row["fill"]),
+            name,
+            number(arm["raw_tps"], ".1f"),
+            number(arm["ttft"], ".2f"),
+            number(arm["mean_accepted_length"], ".2f"),
+            number(arm["acceptance"], ".1%"),
+            mb((arm["cache_bytes"] or 0) + (arm["drafter_cache_bytes"] or 0)),
+            mb(arm["peak_bytes"]),
+        ]
+        for row in fills
+        for name, arm in row["arms"].items()
+    ]
+    yield "table", (("fill", "arm", "tokens/s", "first token s", "length", "acceptance", "caches MB", "peak MB"), rows)
+
+
+def of_endpoint(result: Result) -> Iterator[Block]:
+    levels = result["summary"].get("levels", [])
+    aggregate = [(row["concurrency"], row["aggregate_tps"]) for row in levels if row.get("aggregate_tps")]
+    user = [(row["concurrency"], row["user_tps"]["p50"]) for row in levels if (row.get("user_tps") or {}).get("p50")]
+    series = {"all users": aggregate, "one user (P50)": user}
+    yield "svg", curves("throughput against users", series, "requests at a time", "tokens/s")
+    yield from other(result)
+
+
+def of_compare(result: Result) -> Iterator[Block]:
+    found = {name: ratio for name, ratio in result["summary"]["second_over_first"].items() if ratio}
+    medians = {name: ratio["median"] for name, ratio in found.items()}
+    yield "svg", bars("second over first", medians, {n: r["interval_95"] for n, r in found.items()}, " x", line=1)
+    rows = [[n, f"{r['median']:.3f}", "{:.3f}-{:.3f}".format(*r["interval_95"])] for n, r in found.items()]
+    yield "table", (("arm", "second / first", "95 %"), rows)
+
+
+def other(result: Result) -> Iterator[Block]:
+    """Tables of whatever figures a summary has: a table a list of objects, else a line a value."""
+    lines = []
+    for name, value in result["summary"].items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            head = [key for key in value[0] if not isinstance(value[0][key], (dict, list))]
+            yield "h2", name.replace("_", " ")
+            yield "table", (head, [[plain(row.get(key)) for key in head] for row in value])
+        elif isinstance(value, dict) and not any(isinstance(v, (dict, list)) for v in value.values()):
+            yield "h2", name.replace("_", " ")
+            yield "table", (("", ""), [[key, plain(v)] for key, v in value.items()])
+        elif not isinstance(value, (dict, list)):
+            lines.append([name.replace("_", " "), plain(value)])
+    if lines:
+        yield "table", (("", ""), lines)
+
+
+SECTIONS = {"run": of_run, "sweep": of_sweep, "context": of_context, "endpoint": of_endpoint, "compare": of_compare}
+
+
+def mb(size: float | None) -> str:
+    return number(None if size is None else size / 1e6, ".1f")
+
+
+def plain(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def as_markdown(blocks: Sequence[Block]) -> str:
+    """Charts are left out: their figures stand in the tables."""
+    forms = {"h1": "# {}", "h2": "## {}", "p": "{}", "mark": "- mark: {}", "verdict": "**{}**"}
+    out = []
+    for kind, content in blocks:
+        if kind == "table":
+            head, rows = content
+            cells = [head, ["---"] * len(head), *rows]
+            out.append("\n".join("| " + " | ".join(str(c).replace("|", "\\|") for c in row) + " |" for row in cells))
+        elif kind in forms:
+            out.append(forms[kind].format(content))
+    return "\n\n".join(out) + "\n"
+
+
+def as_html(blocks: Sequence[Block]) -> str:
+    """One page; no script, no other file, no network."""
+    tags = {"h1": "h1", "h2": "h2", "p": "p", "mark": 'p class="mark"', "verdict": 'p class="verdict"'}
+    body = []
+    for kind, content in blocks:
+        if kind == "svg":
+            body.append(f"<div>{content}</div>" if content else "")
+        elif kind == "table":
+            head, rows = content
+            body.append("<table>" + row_of("th", head) + "".join(row_of("td", row) for row in rows) + "</table>")
+        else:
+            body.append(f"<{tags[kind]}>{html.escape(content)}</{tags[kind].split()[0]}>")
+    title = html.escape(next((str(text) for kind, text in blocks if kind == "h1"), "report"))
+    head_part = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head_part}<style>{STYLE}</style></head><body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+def row_of(tag: str, cells: Sequence[Any]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
