@@ -88,7 +88,7 @@ def filled(tokenizer: Any, fill: int) -> Prompt:
     want = max(fill - len(tokenizer.encode(QUESTION)) - 16, 16)
     body = tokenizer.decode((ids * (want // len(ids) + 1))[:want])
     message = {"role": "user", "content": f"{body}\n\n{QUESTION}"}
-    return Prompt(id=f"fill-{fill}", task="context", messages=(message,), tools=None)
+    return Prompt(id=f"fill-{fill}", task="context", messages=[message])
 
 
 def measure(result: Result, bench: Bench, arms: Sequence[Arm], prompts: Sequence[Prompt], output: Path | None) -> bool:

@@ -132,7 +132,7 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, thinking: bool | None = None) -> 
     """Ids of a prompt through the chat template, tools included; without one, of the bare text."""
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode("\n\n".join(str(m["content"]) for m in prompt.messages)))
-    options = {} if thinking is None else {"enable_thinking": thinking}
+    options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     if prompt.tools:
         options["tools"] = prompt.tools
     return list(apply_template(tokenizer, list(prompt.messages), add_generation_prompt=True, **options))

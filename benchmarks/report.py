@@ -245,12 +245,58 @@ def of_context(result: Result) -> Iterator[Block]:
 
 
 def of_endpoint(result: Result) -> Iterator[Block]:
-    levels = result["summary"].get("levels", [])
-    aggregate = [(row["concurrency"], row["aggregate_tps"]) for row in levels if row.get("aggregate_tps")]
-    user = [(row["concurrency"], row["user_tps"]["p50"]) for row in levels if (row.get("user_tps") or {}).get("p50")]
-    series = {"all users": aggregate, "one user (P50)": user}
+    summary = result["summary"]
+    levels = list(zip(result["setup"]["concurrency"], summary["arms"].items(), strict=True))
+    series = {
+        "all users": [(n, level["aggregate_tps"]) for n, (_, level) in levels if level["aggregate_tps"]],
+        "one user (P50)": [(n, level["user_tps"]["p50"]) for n, (_, level) in levels if level["user_tps"]["p50"]],
+    }
     yield "svg", curves("throughput against users", series, "requests at a time", "tokens/s")
-    yield from other(result)
+    rows = [
+        [name, number(level["aggregate_tps"], ".1f"), number(level["acceptance"], ".1%"),
+         number(level["mean_accepted_length"], ".2f"), str(level["requests"]), str(level["failed"])]
+        for _, (name, level) in levels
+    ]  # fmt: skip
+    head = ("level", "tokens/s of all", "acceptance (the server's)", "mean accepted length", "requests", "failed")
+    yield "table", (head, rows)
+    yield "table", latency_table(summary["arms"])
+    for level in summary["server"]["levels"].values():
+        yield "p", level.get("definition") or f"Acceptance unknown: {level['reason']}."
+        break
+    points = summary["more_users"]
+    for name, text in (("little_growth", "all users together gain little"), ("half_speed", "a user's speed is halved")):
+        where = "at no level measured" if points[name] is None else f"first at {points[name]} at a time"
+        yield "p", f"More users stop paying: {text} {where}."
+
+
+def of_calibrate(result: Result) -> Iterator[Block]:
+    summary = result["summary"]
+    for context, curve in summary.get("curves", {}).items():
+        yield "h2", f"After {context} tokens: a plain step takes {curve['plain'] * 1e3:.1f} ms"
+        ratios = [(int(rows), ratio) for rows, ratio in curve["verify_ratio"].items()]
+        series = {"verify pass": ratios, "round": [(int(n), t / curve["plain"]) for n, t in curve["rounds"].items()]}
+        yield "svg", curves("time over one of one row", series, "rows", "x")
+        predicted = summary["predicted"][context]
+        taus = list(dict.fromkeys(tau for speeds in predicted["speed_up"].values() for tau in speeds))
+        rows = []
+        for n, verify in curve["verify"].items():
+            cells = [n, f"{verify * 1e3:.1f}", f"{curve['verify_ratio'][n]:.2f}"]
+            if n in curve["rounds"]:
+                cells += [f"{curve['rounds'][n] * 1e3:.1f}", f"{curve['draft_share'][n]:.0%}"]
+                cells += [f"{curve['host_share'][n]:.1%}", f"{predicted['break_even_tau'][n]:.2f}"]
+                cells += [number(predicted["speed_up"][n].get(tau), ".2f") for tau in taus]
+            rows.append([*cells, *["-"] * (7 + len(taus) - len(cells))])
+        head = ("rows", "verify ms", "over 1 row", "round ms", "draft", "host", "breaks even at",
+                *(f"x plain at {float(tau):g}" for tau in taus))  # fmt: skip
+        yield "table", (head, rows)
+        best = (f"{c}: {f['rows']} ({f['speed_up']:.2f} x)" for c, f in predicted["recommended"].items())
+        yield "p", f"Rows to take, by the chance that a draft is kept: {', '.join(best)}."
+    if "bandwidth" in summary:
+        yield "p", f"Memory bandwidth, measured: {summary['bandwidth']['bytes_per_second'] / 1e9:.1f} GB/s."
+    for context, roof in summary.get("roofline", {}).items():
+        figures = {name: value for name, value in roof.items() if not isinstance(value, (dict, list))}
+        yield "h2", f"What the bandwidth allows after {context} tokens"
+        yield "table", (("", ""), [[name.replace("_", " "), plain(value)] for name, value in figures.items()])
 
 
 def of_compare(result: Result) -> Iterator[Block]:
@@ -278,7 +324,8 @@ def other(result: Result) -> Iterator[Block]:
         yield "table", (("", ""), lines)
 
 
-SECTIONS = {"run": of_run, "sweep": of_sweep, "context": of_context, "endpoint": of_endpoint, "compare": of_compare}
+SECTIONS = {"run": of_run, "sweep": of_sweep, "context": of_context, "endpoint": of_endpoint, "calibrate": of_calibrate,
+            "compare": of_compare}  # fmt: skip
 
 
 def mb(size: float | None) -> str:

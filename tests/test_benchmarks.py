@@ -95,7 +95,7 @@ def test_figures_equal_independent_counting_on_a_scripted_drafter(folder):
             drafted.append(rows - 1)
             return super().propose(anchor, rows, context, draw)
 
-    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "w30 w31 w32"},), tools=None)
+    prompt = Prompt(id="p", task="t", messages=[{"role": "user", "content": "w30 w31 w32"}])
     ids = list(tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True))
     tokens = generate(target, tokenizer, ids, max_tokens=41).tokens
     drafter = Slow(target, truth(ids, tokens, right=3))
@@ -240,7 +240,7 @@ def test_sweep_marks_widths_beyond_the_trained_block(folder, prompts, tmp_path, 
 
 def test_context_goes_from_an_empty_to_a_full_cache(folder, tmp_path, monkeypatch):
     text = " ".join(f"w{30 + i % 200}" for i in range(400))
-    many = [Prompt(id="x", task="t", messages=({"role": "user", "content": text},), tools=None)]
+    many = [Prompt(id="x", task="t", messages=[{"role": "user", "content": text}])]
     monkeypatch.setattr(context, "built_in", lambda: many)
     monkeypatch.setattr(context, "QUESTION", "w60 w61")
     out = tmp_path / "context.json"

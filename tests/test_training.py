@@ -419,8 +419,11 @@ def test_own_prompts_and_whether_they_think_are_recorded(chat, tmp_path):
     generate_answers(target, tokenizer, prompts, work, (1,), max_tokens=3, thinking=False, report=print)
     found = {s.task: s.prompt for s in load_answers(work)}
     for name, messages in (("mine", [{"role": "user", "content": "w40 w41"}]), ("own", talk)):
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)
-        assert found[name] == list(ids) != list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        off, on = (
+            list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=thinks))
+            for thinks in (False, True)
+        )
+        assert found[name] == off != on
     assert thinking_of(work) == "off"
     with pytest.raises(RequestError, match="thinking off, not on"):
         generate_answers(target, tokenizer, prompts, work, (1,), max_tokens=3, thinking=True, report=print)

@@ -214,9 +214,10 @@ def start_weights(start: Path, shape: DrafterConfig, target: Target, scales: lis
     if start.is_file():
         return model_weights(load_arrays(start)[0])
     drafter = load_drafter(str(start), target)
+    assert isinstance(drafter, DFlashDrafter)  # a folder never is lookup
     wanted = {k: getattr(shape, k) for k in (*SIZES, "target_layer_ids", "mask_token_id")}
     found = {k: getattr(drafter.config, k) for k in wanted}
-    if not isinstance(drafter, DFlashDrafter) or found != wanted:
+    if found != wanted:
         raise RequestError(f"{start} is a drafter of {found}; this training makes one of {wanted}")
     fold_scales(drafter.model, [1 / scale for scale in scales], shape.hidden_size)
     return [(name, w.astype(mx.float32)) for name, w in unquantized(drafter.model).items()]
