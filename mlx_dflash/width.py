@@ -18,7 +18,7 @@ from .lookup import Lookup
 START_ROWS = 5  # stock Metal kernels read the weights once per matmul for a tile of at most 5 rows
 PLAIN_FADE = 0.995  # weight of what was learned of drafts, a plain round later
 HOPE = 0.97  # a text on which drafts are kept as often as this; where even it would lose, probes are rare
-LOSS_SHARE, GRACE = 0.012, 3.0  # of the time, and plain rounds beside it, for all drafting that lost against plain
+LOSS_SHARE, GRACE = 0.012, 1.5  # of the time, and plain rounds beside it, for all drafting that lost against plain
 FIRST_GAP, LAST_GAP, HOPELESS_GAP = 8, 64, 384  # plain rounds between two probes, doubling
 REFRESH, NEAR = 40, 0.85  # rounds between two looks at another width, which must be worth this much of the best
 CATCH_UP = 8  # plain rounds whose features make the next draft slower than others
