@@ -10,11 +10,10 @@ from .api import (
     GenerationResponse,
     GenerationResult,
     generate,
-    load,
-    load_drafter,
     stream_generate,
 )
 from .errors import CheckpointError, ContextFull, DFlashError, PairError, RequestError, UnsupportedError
+from .loading import load, load_drafter
 from .session import Session
 from .stats import Stats
 

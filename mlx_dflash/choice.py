@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 
 from . import memory, registry
-from .api import drafter_folder, load_drafter
 from .download import find_cached, size_text
 from .drafters import DFlashDrafter, open_drafter
 from .errors import RequestError
 from .hub import target_folder
+from .loading import drafter_folder, load_drafter
 from .lookup import Lookup
 from .pair import is_pair
 from .targets import Target, open_target

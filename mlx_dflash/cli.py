@@ -16,7 +16,6 @@ from .api import (
     GenerationResult,
     check_kv_quantization,
     collect,
-    load,
     stream_generate,
     thinking_option,
 )
@@ -24,6 +23,7 @@ from .choice import choose_drafter, show_memory
 from .command import Interrupt, Parser, add_pair_flags, log_to_stderr, prompt_bar, wanted_rows
 from .errors import DFlashError, RequestError, UnsupportedError
 from .facts import decide_thinking, has_thinking_switch
+from .loading import load
 from .report import compare, comparison, remarks, sampling_line, summary
 from .sampling_flags import add_sampling_flags, wanted_sampling
 from .text import apply_template, encode_prompt

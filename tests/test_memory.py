@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 import tiny
 
-from mlx_dflash import api, cli, generate, load, load_drafter, memory, registry
+from mlx_dflash import api, cli, generate, load, load_drafter, loading, memory, registry
 from mlx_dflash.drafters import open_drafter
 from mlx_dflash.targets import open_target
 from mlx_dflash.targets.muse_glimmer import MuseGlimmer
@@ -108,7 +108,7 @@ def test_the_limit_is_held_against_the_peak_before_a_weight_is_read(monkeypatch,
     def not_yet(*_):
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(api, "evaluate", not_yet)
+    monkeypatch.setattr(loading, "evaluate", not_yet)
     with caplog.at_level(logging.WARNING, "mlx_dflash"), pytest.raises(AssertionError):
         load(tiny.target_folder())
     line = caplog.records[0].getMessage()

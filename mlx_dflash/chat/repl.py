@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..api import check_kv_quantization, load
+from ..api import check_kv_quantization
 from ..choice import choose_drafter
 from ..command import Interrupt, Parser, add_pair_flags, log_to_stderr, prompt_bar, wanted_rows
 from ..errors import ContextFull, DFlashError
 from ..hub import cache_folder
+from ..loading import load
 from ..sampling_flags import add_sampling_flags, wanted_sampling
 from ..session import Session
 from .commands import Commands

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..api import load, load_drafter
 from ..drafters.dflash import DFlashDrafter, DFlashModel
 from ..errors import DFlashError
+from ..loading import load, load_drafter
 from .chart import draw_log
 from .config import TrainingConfig, load_config
 from .data import MOST_BYTES, generate_answers, load_answers, load_features, prompts_of, tap_scales, thinking_of

@@ -14,12 +14,12 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..api import load_drafter
 from ..checkpoint import load_arrays
 from ..drafters.config import DrafterConfig
 from ..drafters.dflash import DFlashDrafter, DFlashModel
 from ..drafters.formats.keys import SIZES
 from ..errors import RequestError
+from ..loading import load_drafter
 from ..targets import Target
 from .config import TrainingConfig
 from .data import MOST_BYTES, Features, Sample, load_features, tap_scales
