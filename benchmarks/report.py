@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_dflash.benchmarks import context, endpoint, sweep
+from mlx_dflash.benchmarks import run as runs
 from mlx_dflash.benchmarks.run import number
 from mlx_dflash.benchmarks.schema import Result, read
 from mlx_dflash.benchmarks.svg import bars, curves
@@ -15,7 +17,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; margin: .8rem 0; font-size: .9rem; } svg { width: 100%; max-width: 46rem; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; } th:first-child, td:first-child
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; } th { white-space: normal; } th:first-child, td:first-child
 { text-align: left; } .verdict { border-left: 4px solid #2f6f9f; padding: .4rem .9rem; background: #f3f6f9; }
 .mark { color: #a33; }
 """
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    blocks = [block for path in args.results for block in blocks_of(read(path))]
+    blocks = [block for path in args.results for block in blocks_of(concluded(read(path)))]
     if args.html is not None:
         args.html.write_text(as_html(blocks), encoding="utf-8")
     if args.markdown is not None:
@@ -42,6 +44,13 @@ def run(args: argparse.Namespace) -> int:
     if args.html is None and args.markdown is None:
         print(as_markdown(blocks), end="")
     return 0
+
+
+def concluded(result: Result) -> Result:
+    """A result that is still being made has requests and no summary yet."""
+    if not result["finished"] and result["command"] in CONCLUDE:
+        CONCLUDE[result["command"]](result)
+    return result
 
 
 def blocks_of(result: Result) -> Iterator[Block]:
@@ -73,7 +82,9 @@ def facts_of(setup: dict[str, Any], machine: dict[str, Any]) -> str:
         )
     if isinstance(setup.get("sampling"), dict):
         origins = setup.get("sampling_from", {})
-        given = [f"{k} {v} ({origins.get(k, '?')})" for k, v in setup["sampling"].items() if v not in (None, False)]
+        given = [
+            f"{k} {v} ({origins.get(k, '?')})" for k, v in setup["sampling"].items() if v is not None and v is not False
+        ]
         parts.append("sampling " + ", ".join(given))
     if setup.get("prompts"):
         parts.append("{count} prompts, {source}, hash {hash}".format(**setup["prompts"]))
@@ -131,7 +142,7 @@ def of_run(result: Result) -> Iterator[Block]:
     yield "h2", "Acceptance"
     places = {str(k): share for k, share in enumerate(arm["acceptance_by_position"], 1)}
     yield "svg", bars("share of drafts kept, by position", places)
-    lengths = {f"{n} tokens": float(count) for n, count in arm["histogram"].items()}
+    lengths = {f"{n} token{'s' * (n != '1')}": float(count) for n, count in arm["histogram"].items()}
     yield "svg", bars("rounds, by the tokens that they committed", lengths)
     sizes = ", ".join(f"{count} of {rows} rows" for rows, count in arm["block_sizes"].items())
     yield "p", f"Rounds: {sizes}; {number(arm['host_reads_per_round'], '.2f')} host reads a round."
@@ -271,12 +282,12 @@ def of_endpoint(result: Result) -> Iterator[Block]:
 
 def of_calibrate(result: Result) -> Iterator[Block]:
     summary = result["summary"]
-    for context, curve in summary.get("curves", {}).items():
-        yield "h2", f"After {context} tokens: a plain step takes {curve['plain'] * 1e3:.1f} ms"
+    for length, curve in summary.get("curves", {}).items():
+        yield "h2", f"After {length} tokens: a plain step takes {curve['plain'] * 1e3:.1f} ms"
         ratios = [(int(rows), ratio) for rows, ratio in curve["verify_ratio"].items()]
         series = {"verify pass": ratios, "round": [(int(n), t / curve["plain"]) for n, t in curve["rounds"].items()]}
         yield "svg", curves("time over one of one row", series, "rows", "x")
-        predicted = summary["predicted"][context]
+        predicted = summary["predicted"][length]
         taus = list(dict.fromkeys(tau for speeds in predicted["speed_up"].values() for tau in speeds))
         rows = []
         for n, verify in curve["verify"].items():
@@ -293,9 +304,9 @@ def of_calibrate(result: Result) -> Iterator[Block]:
         yield "p", f"Rows to take, by the chance that a draft is kept: {', '.join(best)}."
     if "bandwidth" in summary:
         yield "p", f"Memory bandwidth, measured: {summary['bandwidth']['bytes_per_second'] / 1e9:.1f} GB/s."
-    for context, roof in summary.get("roofline", {}).items():
+    for length, roof in summary.get("roofline", {}).items():
         figures = {name: value for name, value in roof.items() if not isinstance(value, (dict, list))}
-        yield "h2", f"What the bandwidth allows after {context} tokens"
+        yield "h2", f"What the bandwidth allows after {length} tokens"
         yield "table", (("", ""), [[name.replace("_", " "), plain(value)] for name, value in figures.items()])
 
 
@@ -324,6 +335,7 @@ def other(result: Result) -> Iterator[Block]:
         yield "table", (("", ""), lines)
 
 
+CONCLUDE = {"run": runs.conclude, "sweep": sweep.conclude, "context": context.conclude, "endpoint": endpoint.conclude}
 SECTIONS = {"run": of_run, "sweep": of_sweep, "context": of_context, "endpoint": of_endpoint, "calibrate": of_calibrate,
             "compare": of_compare}  # fmt: skip
 
