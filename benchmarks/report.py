@@ -17,9 +17,9 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; margin: .8rem 0; font-size: .9rem; } svg { width: 100%; max-width: 46rem; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; } th { white-space: normal; } th:first-child, td:first-child
-{ text-align: left; } .verdict { border-left: 4px solid #2f6f9f; padding: .4rem .9rem; background: #f3f6f9; }
-.mark { color: #a33; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
+td { white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
+.verdict { border-left: 4px solid #2f6f9f; padding: .4rem .9rem; background: #f3f6f9; } .mark { color: #a33; }
 """
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
