@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.draft_window is not None:
         raise RequestError("context takes --windows N ..., not --draft-window")
     pair = pairs.load_pair(args)
-    sampling = pairs.sampling_of(args, pair)
-    setup = pairs.describe(args, pair, sampling)
+    options = pairs.options_of(args, pair)
+    setup = pairs.describe(args, pair, options)
     limit = limit_of(pair.target)
     fills = [n for n in sorted(args.fills or FILLS) if n + args.max_tokens <= limit]
     if not fills or fills[0] < 64:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     arms = [Arm(PLAIN), Arm("dflash", drafting)]
     say(f"{result['mode']} | {pair.name} | fills {fills} of at most {limit} tokens")
     with Interrupt() as interrupt:
-        bench = Bench(pair.target, pair.tokenizer, sampling, args.max_tokens, interrupt.asked)
+        bench = Bench(pair.target, pair.tokenizer, options, args.max_tokens, interrupt.asked)
         stopped = measure(result, bench, arms, texts, args.output)
     result["finished"] = not stopped
     conclude(result)

@@ -40,17 +40,17 @@ class Arm:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all requests share. sampling: options of `stream_generate`, the seed among them."""
+    """What all requests share. options: of `stream_generate`, sampling with its seed and the caches' kind."""
 
     target: Target
     tokenizer: Any
-    sampling: Mapping[str, Any]
+    options: Mapping[str, Any]
     max_tokens: int
     interrupted: Callable[[], bool] = lambda: False
 
     def request(self, arm: Arm, prompt: Prompt, repeat: int = 0, cold: bool = False) -> tuple[Record, list[int]]:
         """Run it; returns the record and the tokens."""
-        ids = prompt_ids(self.tokenizer, prompt, self.sampling.get("thinking"))
+        ids = prompt_ids(self.tokenizer, prompt, self.options.get("thinking"))
         run = self.stock if arm.options is None else self.ours
         record, tokens = run(arm, ids)
         name = {"id": prompt.id, "task": prompt.task, "arm": arm.name, "repeat": repeat, "cold": cold, "error": None}
@@ -58,7 +58,7 @@ class Bench:
 
     def ours(self, arm: Arm, ids: list[int]) -> tuple[Record, list[int]]:
         options = {
-            **self.sampling,
+            **self.options,
             "max_tokens": self.max_tokens,
             "interrupted": self.interrupted,
             **(arm.options or {}),
@@ -99,15 +99,21 @@ class Bench:
     def stock(self, arm: Arm, ids: list[int]) -> tuple[Record, list[int]]:
         """mlx_lm.generate_step on the same module; sampled runs draw other noise than ours."""
         stops, arrivals, tokens = set(self.tokenizer.eos_token_ids), [], []
-        given = {name: self.sampling.get(name) for name in ("temp", "top_p", "min_p", "top_k")}
+        given = {name: self.options.get(name) for name in ("temp", "top_p", "min_p", "top_k")}
         sampler = make_sampler(**{name: value for name, value in given.items() if value is not None})
-        penalties = {n: self.sampling.get(n) for n in ("logit_bias", "repetition_penalty", "presence_penalty",
+        penalties = {n: self.options.get(n) for n in ("logit_bias", "repetition_penalty", "presence_penalty",
                                                        "frequency_penalty")}  # fmt: skip
         processors = make_logits_processors(**{n: v for n, v in penalties.items() if v is not None})
         mx.reset_peak_memory()
         start = time.perf_counter()
         steps = generate_step(
-            mx.array(ids), self.target.model, max_tokens=self.max_tokens, sampler=sampler, logits_processors=processors
+            mx.array(ids),
+            self.target.model,
+            max_tokens=self.max_tokens,
+            sampler=sampler,
+            logits_processors=processors,
+            kv_bits=self.options.get("kv_bits"),
+            kv_group_size=self.options.get("kv_group_size") or 64,
         )
         for token, _ in steps:
             arrivals.append([round(time.perf_counter() - start, 6), 1])
@@ -175,9 +181,13 @@ def divergence(first: list[int], second: list[int]) -> int | None:
     )
 
 
-def margin_at(target: Target, ids: list[int], first: list[int], second: list[int], at: int) -> float | None:
+def margin_at(
+    target: Target, ids: list[int], first: list[int], second: list[int], at: int, *cache: int | None
+) -> float | None:
     """Logit margin between the two tokens where texts part: near 0 is a near-tie that rounding decides."""
     if at >= min(len(first), len(second)):
         return None
-    logits, _ = target.forward(mx.array([ids + first[:at]], mx.uint32), target.make_cache(), last_logits_only=True)
+    logits, _ = target.forward(
+        mx.array([ids + first[:at]], mx.uint32), target.make_cache(*cache), last_logits_only=True
+    )
     return float(abs((logits[0, -1, first[at]] - logits[0, -1, second[at]]).item()))

@@ -11,6 +11,7 @@ from mlx_dflash.benchmarks.measure import weight_bytes
 from mlx_dflash.benchmarks.metrics import record_hash
 
 from mlx_dflash import load
+from mlx_dflash.api import check_kv_quantization
 from mlx_dflash.choice import choose_drafter
 from mlx_dflash.command import add_pair_flags, log_to_stderr, wanted_rows
 from mlx_dflash.drafters import DFlashDrafter
@@ -19,7 +20,7 @@ from mlx_dflash.facts import decide_thinking
 from mlx_dflash.lookup import Lookup
 from mlx_dflash.sampling_flags import add_sampling_flags, wanted_sampling
 from mlx_dflash.saved import fingerprint
-from mlx_dflash.settings import resolve
+from mlx_dflash.settings import DEFAULTS, resolve
 from mlx_dflash.targets import Target
 
 CONVERSION = "conversion.json"  # the converter's record beside a model
@@ -58,9 +59,11 @@ def load_pair(args: argparse.Namespace) -> Pair:
     return Pair(target, tokenizer, drafter, name)
 
 
-def sampling_of(args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
-    """Options of `stream_generate`: what the flags ask for, a fixed seed, and whether the template is to think."""
-    options = wanted_sampling(args)
+def options_of(args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
+    """Options of `stream_generate` for every arm: sampling with a fixed seed, the caches' kind, and whether the chat
+    template is to think."""
+    options = {**wanted_sampling(args), "kv_bits": args.kv_bits, "kv_group_size": args.kv_group_size}
+    check_kv_quantization(args.kv_bits, args.kv_group_size)
     if options["seed"] is None:
         options["seed"] = SEED
     options["thinking"], _ = decide_thinking(None, pair.tokenizer, getattr(pair.drafter, "name", None))
@@ -73,14 +76,14 @@ def drafting_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"lookup": lookup, "draft_window": args.draft_window, "draft_sink": args.draft_sink}
 
 
-def describe(args: argparse.Namespace, pair: Pair, sampling: dict[str, Any]) -> dict[str, Any]:
+def describe(args: argparse.Namespace, pair: Pair, options: dict[str, Any]) -> dict[str, Any]:
     """The part of a result's setup that every command with a pair has."""
     settings = resolve(
-        {k: v for k, v in sampling.items() if k not in ("sampling_defaults", "thinking")},
-        sampling["sampling_defaults"],
+        {name: options[name] for name in DEFAULTS},
+        options["sampling_defaults"],
         pair.target.name,
         pair.target.generation_config,
-        sampling["thinking"],
+        options["thinking"],
     )
     report = settings.report(settings.sampler(None, False, 0, pair.target.vocab_size))
     origins = report.pop("from")
@@ -94,7 +97,7 @@ def describe(args: argparse.Namespace, pair: Pair, sampling: dict[str, Any]) -> 
         "trained_block": pair.drafter.block_size,
         "draft": drafting_of(args),
         "kv_bits": args.kv_bits,
-        "sampling": report | {"thinking": sampling["thinking"]},
+        "sampling": report | {"thinking": options["thinking"]},
         "sampling_from": origins | ({"seed": "benchmark"} if args.seed is None else {}),
         "batch_size": 1,
         "concurrency": 1,

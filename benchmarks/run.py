@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prompts, source = chosen(args)
     pair = pairs.load_pair(args)
-    sampling = pairs.sampling_of(args, pair)
-    setup = pairs.describe(args, pair, sampling)
+    options = pairs.options_of(args, pair)
+    setup = pairs.describe(args, pair, options)
     drafting = {**pairs.drafting_of(args), "draft_model": pair.drafter, "block_size": wanted_rows(args)}
     arms = [Arm(PLAIN), Arm("dflash", drafting)]
     refusal = "left out (--no-stock)" if args.no_stock else stock_refusal(pair.target)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         result["summary"]["stock"] = refusal
     say(f"{result['mode']} | {pair.name} | {len(prompts)} prompts, {source} | {args.max_tokens} tokens at most")
     with Interrupt() as interrupt:
-        bench = Bench(pair.target, pair.tokenizer, sampling, args.max_tokens, interrupt.asked)
+        bench = Bench(pair.target, pair.tokenizer, options, args.max_tokens, interrupt.asked)
         result["summary"]["memory"] = pairs.memory_of(pair)
         stopped = measure(result, bench, arms, prompts, args)
     result["finished"] = not stopped
@@ -133,8 +133,9 @@ def note_equality(result: Result, bench: Bench, prompt: Prompt, texts: dict[str,
         if at is None:
             entry["equal"] += 1
         else:
-            ids = prompt_ids(bench.tokenizer, prompt, bench.sampling.get("thinking"))
-            margin = margin_at(bench.target, ids, texts[PLAIN], tokens, at)
+            ids = prompt_ids(bench.tokenizer, prompt, bench.options.get("thinking"))
+            cache = bench.options.get("kv_bits"), bench.options.get("kv_group_size")
+            margin = margin_at(bench.target, ids, texts[PLAIN], tokens, at, *cache)
             entry["parted"].append({"id": prompt.id, "at": at, "logit_margin": margin})
 
 

@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError("sweep takes --block-sizes N ..., not --block-size")
     prompts, source = chosen(args)
     pair = pairs.load_pair(args)
-    sampling = pairs.sampling_of(args, pair)
+    options = pairs.options_of(args, pair)
     sizes = args.block_sizes or widths(pair.drafter.block_size)
     if min(sizes) < 2:
         raise RequestError(f"--block-sizes must be 2 or more, not {min(sizes)}; plain decoding is always run")
-    setup = pairs.describe(args, pair, sampling)
+    setup = pairs.describe(args, pair, options)
     temps = args.temps or [setup["sampling"]["temp"]]
     setup |= {
         "prompts": {"hash": prompts_hash(prompts), "count": len(prompts), "source": source},
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     stopped = False
     with Interrupt() as interrupt:
         for temp in temps:
-            bench = Bench(pair.target, pair.tokenizer, {**sampling, "temp": temp}, args.max_tokens, interrupt.asked)
+            bench = Bench(pair.target, pair.tokenizer, {**options, "temp": temp}, args.max_tokens, interrupt.asked)
             stopped = stopped or measure(result, bench, arms, prompts, args, temp)
     result["finished"] = not stopped
     conclude(result)

@@ -388,3 +388,29 @@ def test_files_of_other_kinds_and_versions_are_refused(tmp_path, capsys):
         assert command("report", path) == 2
         assert said in capsys.readouterr().err
     assert report.as_markdown([("table", (("a",), [["x|y"]]))]) == "| a |\n| --- |\n| x\\|y |\n"
+
+
+def test_flags_of_the_caches_reach_every_arm(folder, prompts, capsys, monkeypatch):
+    seen = []
+    run_ours = Bench.ours
+
+    def ours(self, arm, ids):
+        seen.append((arm.name, self.options["kv_bits"], self.options["kv_group_size"]))
+        object.__setattr__(self, "options", {**self.options, "kv_bits": None, "kv_group_size": None})
+        found = run_ours(self, arm, ids)
+        object.__setattr__(self, "options", {**self.options, "kv_bits": 8, "kv_group_size": 32})
+        return found
+
+    words = ["run", *pair(folder), "--prompts", prompts, "-m", "6", "--kv-bits", "8", "--kv-group-size", "32"]
+    assert command(*words, "--no-stock") == 2
+    assert "head_dim" in capsys.readouterr().err  # the tiny heads can't be quantized, and the library says so
+    monkeypatch.setattr(Bench, "ours", ours)
+    assert command(*words, "--no-stock", "--repeats", "1") == 0
+    assert {(name, 8, 32) for name in ("plain", "dflash", "profiled")} == set(seen)
+
+
+def test_a_plain_arm_that_slows_down_marks_the_run():
+    result = made({PLAIN: 30, "dflash": 60})
+    assert abs(runs.drift_of(result["requests"]) - (1.4 / 1.1 - 1)) < 1e-9  # the made speeds rise from prompt to prompt
+    result["requests"] = [r for r in result["requests"] if r["id"] == "p0"]
+    assert runs.drift_of(result["requests"]) is None
