@@ -97,12 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", default=None, help="its drafter (default: the one known for it)")
     add("--shape", default=None, metavar="NAME", help=f"random weights instead: {', '.join(shapes.SHAPES)}")
     add("--q-bits", type=int, choices=[4, 8, 16], default=4, help="of the shape's target (default 4; 16: unquantized)")
-    add(
-        "--layers",
-        type=int,
-        default=None,
-        help="of the shape's target, measured and scaled up (default: all; more are steadier)",
-    )
+    add("--layers", type=int, default=None, help="of the shape's target to measure and scale up from (default: all)")
     add("--context", type=int, default=1024, help=f"tokens of the longer context, beside {SHORT} (default 1024)")
     add("--rows", type=int, nargs="+", default=None, help="rows to time (default: 1 to 16, and 32 if the drafter can)")
     add("--repeats", type=int, default=3, help="of every round (default 3)")

@@ -39,12 +39,15 @@ def new_result(command: str, mode: str | None, setup: dict[str, Any]) -> Result:
 
 
 def write(result: Result, path: Path | None) -> None:
-    """Write beside the old file, then put it in its place; nothing where there is no path."""
+    """Write beside the old file, then put it in its place; nothing where there is no path. A request is a line."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps({**result, "requests": []}, indent=1, ensure_ascii=False)
+    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result["requests"])
+    text = text.replace('\n "requests": []', f'\n "requests": [\n  {rows}\n ]' if rows else '\n "requests": []', 1)
+    part.write_text(text + "\n", encoding="utf-8")
     part.replace(path)
 
 

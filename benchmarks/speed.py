@@ -40,6 +40,7 @@ def main() -> None:
     add("--draft-model", default="demo")
     add("--block-sizes", type=int, nargs="+", default=[3, 5, 8], help="fixed widths")
     add("--per-class", type=int, default=3, help="prompts of each task class")
+    add("--tasks", nargs="+", default=None, metavar="CLASS", help="only these classes")
     add("--max-tokens", type=int, default=96)
     add("--output", type=Path, default=None)
     args = parser.parse_args()
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         generate(target, tokenizer, [1, 2, 3], max_tokens=8, **options)
     runs: list[dict[str, Any]] = []
     for task, prompt in prompts(tokenizer, args.per_class, target.vocab_size):
+        if args.tasks is not None and task not in args.tasks:
+            continue
         speeds: dict[str, list[float]] = {name: [] for name in arms}
         tokens, taken = None, {}
         for name in [*arms, *reversed(arms)]:
