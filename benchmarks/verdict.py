@@ -3,6 +3,7 @@
 Rules over a result's figures alone, so that they can be tested on figures whose verdict is known.
 """
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,16 @@ def verdicts(result: Result) -> list[Verdict]:
 
 
 def speedup(result: Result) -> dict[str, Any] | None:
-    """Of a run over all prompts: median ratio to plain and its interval."""
-    return result["summary"].get("ratios", {}).get("all", {}).get("dflash")
+    """Of a run over all prompts: median ratio to plain and its interval. Of a sweep the best row's; of `context` the
+    median over fills and their range."""
+    summary = result["summary"]
+    if rows := [row for row in summary.get("table", []) if not row["beyond_trained_block"]]:
+        best = max(rows, key=lambda row: row["speedup"])
+        return {"median": best["speedup"], "interval_95": best["interval_95"]}
+    if ratios := sorted(row["speedup"] for row in summary.get("fills", []) if row.get("speedup") is not None):
+        return {"median": statistics.median(ratios), "interval_95": [ratios[0], ratios[-1]]}
+    found: dict[str, Any] | None = summary.get("ratios", {}).get("all", {}).get("dflash")
+    return found
 
 
 def drafting(result: Result) -> dict[str, Any]:
@@ -87,6 +96,15 @@ def mismatched(result: Result) -> Verdict | None:
 
 
 def too_wide(result: Result) -> Verdict | None:
+    if rows := [row for row in result["summary"].get("table", []) if row["rows"] and not row["beyond_trained_block"]]:
+        widest, best = max(rows, key=lambda row: row["rows"]), max(rows, key=lambda row: row["speedup"])
+        if widest["mean_accepted_length"] >= FAR_BELOW * widest["rows"]:
+            return None
+        return Verdict(
+            "width too large",
+            f"at {widest['rows']} rows {widest['mean_accepted_length']:.2f} tokens are kept a round; {best['rows']} rows "
+            f"are fastest ({best['speedup']:.2f} x plain): --block-size {best['rows']} or auto",
+        )
     arm = drafting(result)
     length, sizes = arm.get("mean_accepted_length"), arm.get("block_sizes") or {}
     fixed = result["setup"].get("block_size")

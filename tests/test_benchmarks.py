@@ -335,6 +335,12 @@ def test_the_same_sampling_with_another_seed_may_be_compared():
     assert "no difference" in compare.lines(found)[1]
 
 
+def swept(rows, length, speedup):
+    """A row of a sweep of a drafter with a block of 8."""
+    found = {"rows": rows, "beyond_trained_block": rows > 8, "mean_accepted_length": length}
+    return {**found, "speedup": speedup, "interval_95": [0.97 * speedup, 1.03 * speedup]}
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -345,6 +351,9 @@ def test_the_same_sampling_with_another_seed_may_be_compared():
         ({"phases": {"share": {"draft": 0.2, "verify": 0.75, "host": 0.05}}}, "all well"),
         ({"fills": [{"fill": 512, "speedup": 2.0}, {"fill": 32768, "speedup": 1.2}]}, "long context"),
         ({"fills": [{"fill": 512, "speedup": 2.0}, {"fill": 32768, "speedup": 1.9}]}, "all well"),
+        ({"table": [swept(4, 2.4, 1.6), swept(8, 3.0, 1.4)]}, "width too large"),
+        ({"table": [swept(4, 3.4, 1.6), swept(8, 6.0, 2.4), swept(12, 6.2, 2.9)]}, "all well"),
+        ({"table": [swept(4, 3.4, 0.95), swept(8, 6.0, 1.0)]}, "no gain"),
     ],
 )
 def test_verdicts(change, name):
