@@ -102,7 +102,8 @@ def too_wide(result: Result) -> Verdict | None:
             return None
         return Verdict(
             "width too large",
-            f"at {widest['rows']} rows {widest['mean_accepted_length']:.2f} tokens are kept a round; {best['rows']} rows "
+            f"at {widest['rows']} rows {widest['mean_accepted_length']:.2f} tokens are kept a round; "
+            f"{best['rows']} rows "
             f"are fastest ({best['speedup']:.2f} x plain): --block-size {best['rows']} or auto",
         )
     arm = drafting(result)
