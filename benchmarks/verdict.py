@@ -103,8 +103,7 @@ def too_wide(result: Result) -> Verdict | None:
         return Verdict(
             "width too large",
             f"at {widest['rows']} rows {widest['mean_accepted_length']:.2f} tokens are kept a round; "
-            f"{best['rows']} rows "
-            f"are fastest ({best['speedup']:.2f} x plain): --block-size {best['rows']} or auto",
+            f"{best['rows']} rows are fastest ({best['speedup']:.2f} x plain): --block-size {best['rows']} or auto",
         )
     arm = drafting(result)
     length, sizes = arm.get("mean_accepted_length"), arm.get("block_sizes") or {}
