@@ -278,6 +278,8 @@ def conclude(result: Result, bench: shapes.Bench, samples: Mapping[int, Mapping[
             result["marks"].append(f"{context} tokens: rounds of one width differ by up to {times.noise:.0%}")
         if roof[context]["share_reached"] > 1:
             result["marks"].append(f"{context} tokens: faster than the bandwidth allows; the machine's speed moved")
+    if result["setup"]["repeats"] < 3:
+        result["marks"].append("fewer than 3 repeats: a round that something held up counts in full")
     if not result["finished"]:
         result["marks"].append("stopped before its end")
     summary |= {"curves": curves, "predicted": tables, "roofline": roof, "published": roofline.PUBLISHED}
@@ -344,7 +346,6 @@ def memory_lines(found: dict[str, Any]) -> list[str]:
     held = f"{memory.gib(found['weights_held'])} with {found['weights_held_layers']} layers"
     out = [f"memory: weights hold {held}; the whole pair, estimated:"]
     for context, row in found["fills"].items():
-        caches = memory.gib(row["kv"] + row["context_kv"])
-        fits = "fits" if row["fits"] else "does not fit"
-        out.append(f"{context:>8} tokens: peak {memory.gib(row['peak'])}, caches {caches}; {fits}")
+        sizes = f"peak {memory.gib(row['peak'])}, caches {memory.gib(row['kv'] + row['context_kv'])}"
+        out.append(f"{context:>8} tokens: {sizes}; {'fits' if row['fits'] else 'does not fit'}")
     return out

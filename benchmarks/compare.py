@@ -61,6 +61,9 @@ def same_sampling(first: Any, second: Any) -> bool:
 
 def compare(first: Result, second: Result, anyway: bool = False) -> Result:
     """Second over first. Raises RequestError for results that should not be compared, unless `anyway`."""
+    for result in (first, second):
+        if "arms" not in result["setup"] or "arms" not in result["summary"]:
+            raise RequestError(f"compare takes finished results of run or endpoint, not of {result['command']}")
     apart = differences(first, second)
     if apart and not anyway:
         raise RequestError(f"these results should not be compared: {'; '.join(apart)}. --anyway does it all the same")

@@ -328,6 +328,11 @@ def test_what_must_not_be_compared_is_refused(change, said):
     assert any(said in mark for mark in compare.compare(first, second, anyway=True)["marks"])
 
 
+def test_only_results_with_arms_are_compared():
+    with pytest.raises(RequestError, match="not of calibrate"):
+        compare.compare({"command": "calibrate", "setup": {}, "summary": {}}, made({PLAIN: 30}))
+
+
 def test_the_same_sampling_with_another_seed_may_be_compared():
     second = made({PLAIN: 30, "dflash": 60}, setup={"sampling": {"temp": 0.0, "seed": 2}})
     found = compare.compare(made({PLAIN: 30, "dflash": 60}), second)
