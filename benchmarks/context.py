@@ -83,8 +83,8 @@ def windows_of(args: argparse.Namespace, pair: pairs.Pair) -> list[int]:
 
 def filled(tokenizer: Any, fill: int) -> Prompt:
     """A prompt whose text has about `fill` tokens, the template and the question included."""
-    text = "\n\n".join(str(m["content"]) for p in built_in() for m in p.messages)
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    texts = [str(m["content"]) + "\n\n" for p in built_in() for m in p.messages]
+    ids = [i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)]
     want = max(fill - len(tokenizer.encode(QUESTION)) - 16, 16)
     body = tokenizer.decode((ids * (want // len(ids) + 1))[:want])
     message = {"role": "user", "content": f"{body}\n\n{QUESTION}"}
