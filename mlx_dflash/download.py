@@ -54,7 +54,9 @@ class Remote:
 
 
 def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    """What takes long and why, on stderr; not where the package's log level leaves warnings out (--verbose False)."""
+    if logging.getLogger("mlx_dflash").isEnabledFor(logging.WARNING):
+        print(message, file=sys.stderr, flush=True)
 
 
 def size_text(count: float) -> str:

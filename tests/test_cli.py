@@ -15,6 +15,7 @@ import tiny
 
 import mlx_dflash
 from mlx_dflash import generate, load
+from mlx_dflash.download import say
 
 command_line = tiny.command_line()
 pytestmark = pytest.mark.usefixtures("offline")
@@ -123,6 +124,15 @@ def test_json_keeps_characters_outside_ascii_and_is_one_line(command, pair, tmp_
 def test_verbose_false_leaves_stderr_empty(command, pair):
     assert command("--verbose", "False") == (0, pair.text + "\n", "")
     assert command("--verbose", "F", "--json").err == ""
+
+
+def test_what_takes_long_is_said_but_not_with_verbose_false(command, pair, capfd):
+    assert command("--verbose", "False").err == ""
+    say("measuring")
+    assert capfd.readouterr().err == ""
+    command()
+    say("measuring")
+    assert capfd.readouterr().err == "measuring\n"
 
 
 def test_plain_decoding_for_want_of_a_drafter_is_said_in_one_line(command, pair):
