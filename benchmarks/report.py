@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_dflash.benchmarks import context, endpoint, sweep
 from mlx_dflash.benchmarks import run as runs
+from mlx_dflash.benchmarks.roofline import published_lines
 from mlx_dflash.benchmarks.run import number
 from mlx_dflash.benchmarks.schema import Result, read
 from mlx_dflash.benchmarks.svg import bars, curves
@@ -308,6 +309,9 @@ def of_calibrate(result: Result) -> Iterator[Block]:
         figures = {name: value for name, value in roof.items() if not isinstance(value, (dict, list))}
         yield "h2", f"What the bandwidth allows after {length} tokens"
         yield "table", (("", ""), [[name.replace("_", " "), plain(value)] for name, value in figures.items()])
+    head, *lines = published_lines()
+    yield "h2", head[0].upper() + head[1:].rstrip(":")
+    yield from (("p", line.strip()) for line in lines)
 
 
 def of_compare(result: Result) -> Iterator[Block]:
