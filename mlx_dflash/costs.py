@@ -34,9 +34,9 @@ class Curve:
         """Measured, or on the line between the nearest measured neighbours; beyond the last, on its slope."""
         if rows == 1:
             return self.plain
+        if (measured := self.sources[source].get(rows)) is not None:
+            return measured
         points = sorted({1: self.plain, **self.sources[source]}.items())
-        if rows in self.sources[source]:
-            return self.sources[source][rows]
         above = next((i for i, (n, _) in enumerate(points) if n > rows), len(points) - 1)
         (a, low), (b, high) = points[max(above - 1, 0)], points[above]
         return low if a == b else low + (high - low) * (rows - a) / (b - a)
@@ -52,15 +52,19 @@ class Costs:
     seen: dict[Kind, int] = field(default_factory=dict)
     warm: set[Kind] = field(default_factory=set)  # kinds that have run in this process
     base: Curve | None = None  # what the corrections are of
+    at: int = 0  # the bucket that it was last asked for
     outcomes: dict[str, Tally] = field(default_factory=dict)  # by source, of all runs with this pair
     path: Path | None = None  # the file that keeps the curves
 
     def curve(self, context: int) -> Curve:
         """The curve of this bucket, else the nearest below it, else the lowest; a change drops corrections."""
         wanted = bucket(context)
+        if self.base is not None and wanted == self.at:
+            return self.base
         curve = self.curves[max((b for b in self.curves if b <= wanted), default=min(self.curves))]
         if curve is not self.base:
             self.pace, self.own, self.seen, self.base = 0.0, {}, {}, curve
+        self.at = wanted
         return curve
 
     def seconds(self, source: str, rows: int, context: int = 0) -> float:
