@@ -117,8 +117,8 @@ def test_figures_equal_independent_counting_on_a_scripted_drafter(folder):
     assert figures["block_sizes"] == {"8": 9, "5": 1}
     waits = np.diff([at for at, _ in record["arrivals"]])
     # the next round is on its way before a round's tokens are given out, so its wait comes before them
-    assert 0.05 <= record["first_commit"] < 0.07 <= record["ttft"] == record["arrivals"][0][0] < took
-    assert waits[:-1].min() >= 0.02 > waits[-1] and record["seconds"] <= took
+    assert 0.05 <= record["first_commit"] <= record["ttft"] - 0.02 and record["ttft"] == record["arrivals"][0][0] < took
+    assert waits[:-1].min() >= 0.02 and record["seconds"] <= took
     burst = [0.0] * 30 + sorted(waits)
     for share in (50, 90, 99):
         assert figures["itl_burst"][f"p{share}"] == pytest.approx(float(np.percentile(burst, share)))

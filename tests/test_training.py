@@ -48,6 +48,7 @@ from mlx_dflash.training.train import (
 from mlx_dflash.training.written import written_prompts
 
 GOLDEN = Path(__file__).parent / "golden"
+TRAINING = Path(__file__).parent / "golden_training"
 TINY = TrainingConfig(
     layers=2,
     taps=(1, 3, 5),
@@ -201,7 +202,7 @@ def test_packed_blocks_equal_the_runtime_drafter(family):
 def test_loss_and_gradient_of_a_step_equal_torch(llama, kind):
     """Against autograd over z-lab's drafter, block by block (tests/oracle/training.py)."""
     target, _ = llama
-    reference = dict(np.load(GOLDEN / "training.npz"))
+    reference = dict(np.load(TRAINING / "golden.npz"))
     drafter = load_drafter(GOLDEN / "llama" / "draft", target)
     golden = np.load(GOLDEN / "llama" / "golden.npz")
     longest = sorted(int(n) for n in golden["contexts"])[-2:]
@@ -242,9 +243,9 @@ def test_loss_and_gradient_of_a_step_equal_torch(llama, kind):
 
 
 def test_an_exported_folder_is_what_zlab_loads_and_drafts_the_same(llama, tmp_path):
-    """`golden/training_export` was loaded by z-lab's package, whose draft logits are recorded."""
+    """`golden_training/exported` was loaded by z-lab's package, whose draft logits are recorded."""
     target, _ = llama
-    golden = GOLDEN / "training_export"
+    golden = TRAINING / "exported"
     drafter = load_drafter(golden, target)
     scales = [0.5, 2.0, 4.0]
     model = load_drafter(GOLDEN / "llama" / "draft", target).model
@@ -262,7 +263,7 @@ def test_an_exported_folder_is_what_zlab_loads_and_drafts_the_same(llama, tmp_pa
     context = drafter.make_context()
     drafter.append(features, context)
     _, logits = drafter.draft(mx.array(arrays[f"p{n}_greedy"][:1]), 8, context, lambda scores, *_: scores.argmax(-1))
-    wanted = np.load(GOLDEN / "training.npz")["export.logits"]
+    wanted = np.load(TRAINING / "golden.npz")["export.logits"]
     assert np.abs(np.array(logits[0]) - wanted).max() < 1e-4
 
 

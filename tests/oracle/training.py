@@ -1,10 +1,10 @@
 """One training step's loss and gradient by torch, and the draft logits of a folder that `export` wrote.
 
-    python -m tests.oracle.training            # check tests/golden/training.npz against a new recording
+    python -m tests.oracle.training            # check tests/golden_training/golden.npz against a new recording
     python -m tests.oracle.training --write    # record it anew
 
 The step is one of `mlx_dflash.training`: anchors in the golden Llama pair's own greedy text, blocks one by one instead
-of packed, the whole vocabulary as softmax, autograd. The exported folder is `tests/golden/training_export`.
+of packed, the whole vocabulary as softmax, autograd. The exported folder is `tests/golden_training/exported`.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from .record import forward_with_taps
 from .rederive import differences
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-PATH = GOLDEN / "training.npz"
+TRAINING = GOLDEN.with_name("golden_training")
+PATH = TRAINING / "golden.npz"
 WIDTH, GAMMA, ALIGNMENT = 8, 4.0, 2.0
 ANCHORS = (0, 3, 11, -4)  # in the answer; the last block passes the text's end
 KEPT = ("fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_proj.weight",
@@ -82,7 +83,7 @@ def exported() -> dict[str, np.ndarray]:
     """Draft logits of the exported folder, loaded by z-lab's package, after the shorter text's prompt."""
     target, drafter = (
         load_target("llama", GOLDEN / "llama" / "target"),
-        load_drafter("llama", GOLDEN / "training_export"),
+        load_drafter("llama", TRAINING / "exported"),
     )
     prompt, answer = texts()[0]
     with torch.no_grad():
