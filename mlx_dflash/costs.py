@@ -39,7 +39,9 @@ class Curve:
         points = sorted({1: self.plain, **self.sources[source]}.items())
         above = next((i for i, (n, _) in enumerate(points) if n > rows), len(points) - 1)
         (a, low), (b, high) = points[max(above - 1, 0)], points[above]
-        return low if a == b else low + (high - low) * (rows - a) / (b - a)
+        if rows > b:  # noise may let the last segment fall; more rows never cost less
+            return high + max(high - low, 0.0) * (rows - b) / max(b - a, 1)
+        return low + (high - low) * (rows - a) / (b - a)
 
 
 @dataclass
@@ -70,6 +72,21 @@ class Costs:
     def seconds(self, source: str, rows: int, context: int = 0) -> float:
         base = self.curve(context).seconds(source, rows)
         return base * math.exp(self.pace + self.correction(source, rows))
+
+    def up_to(self, source: str, most: int, context: int = 0) -> list[float]:
+        """`seconds` of 1 to `most` rows: what every round asks for, in one pass."""
+        curve = self.curve(context)
+        known = [(1, 0.0), *sorted((n, log) for (s, n), log in self.own.items() if s == source)]
+        out, at = [], 0
+        for rows in range(1, most + 1):
+            while at + 1 < len(known) and known[at + 1][0] <= rows:
+                at += 1
+            (below, low), log = known[at], known[at][1]
+            if below < rows and at + 1 < len(known):
+                above, high = known[at + 1]
+                log = low + (high - low) * (rows - below) / (above - below)
+            out.append(curve.seconds(source, rows) * math.exp(self.pace + log))
+        return out
 
     def correction(self, source: str, rows: int) -> float:
         """The kind's own log-correction; of rows not yet run, on the line between neighbours that were."""

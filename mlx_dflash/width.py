@@ -71,9 +71,9 @@ class Controller:
         margin = PLAIN_MARGIN + LOST_MARGIN * (self.lost > self.allowance(plain))
         worth = {PLAIN_ROUND: margin / plain}
         for source, most in offers.items():
-            tokens = self.expected(source, most)
+            tokens, seconds = self.expected(source, most), self.costs.up_to(cost_of(source), most, context)
             for rows in self.candidates(source, most):
-                worth[source, rows] = tokens[rows - 1] / self.seconds((source, rows), context)
+                worth[source, rows] = tokens[rows - 1] / seconds[rows - 1]
         return worth
 
     def may_probe(self, kind: Kind, offers: Mapping[str, int], context: int) -> bool:

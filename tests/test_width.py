@@ -188,3 +188,23 @@ def test_measured_curves_never_fall_with_rows_and_cover_what_may_be_asked():
         assert found.seconds(source, 2) > 0 and found.seconds(source, block) >= found.seconds(source, 2) > 0
     hurried = measure(target, drafter, None, seconds=0.0)
     assert list(hurried.curve(0).sources[DRAFTER]) == [5]
+
+
+def test_a_curve_that_noise_lets_fall_is_never_negative_beyond_its_last_point():
+    curve = Curve(0.06, {DRAFTER: {2: 0.08, 5: 0.05}})
+    assert [curve.seconds(DRAFTER, n) for n in (1, 2, 5)] == [0.06, 0.08, 0.05]
+    assert curve.seconds(DRAFTER, 3) == pytest.approx(0.07) and curve.seconds(DRAFTER, 16) == 0.05
+    rising = Curve(0.06, {DRAFTER: {5: 0.08}})
+    assert rising.seconds(DRAFTER, 9) == pytest.approx(0.10)
+    assert Curve(0.06, {DRAFTER: {}}).seconds(DRAFTER, 7) == 0.06
+
+
+def test_costs_of_all_widths_at_once_are_those_one_by_one():
+    rng = random.Random(0)
+    for _ in range(200):
+        points = rng.sample(range(2, 17), rng.randint(1, 10))
+        costs = Costs({0: Curve(0.06, {DRAFTER: {n: 0.06 + 0.01 * n * rng.random() for n in points}})})
+        for _ in range(rng.randint(0, 8)):
+            costs.observe(DRAFTER, rng.randint(1, 16), 0.05 + 0.1 * rng.random())
+        most = rng.randint(1, 18)
+        assert costs.up_to(DRAFTER, most) == pytest.approx([costs.seconds(DRAFTER, n) for n in range(1, most + 1)])
