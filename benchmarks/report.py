@@ -309,8 +309,8 @@ def of_calibrate(result: Result) -> Iterator[Block]:
         figures = {name: value for name, value in roof.items() if not isinstance(value, (dict, list))}
         yield "h2", f"What the bandwidth allows after {length} tokens"
         yield "table", (("", ""), [[name.replace("_", " "), plain(value)] for name, value in figures.items()])
-    head, *lines = published_lines()
-    yield "h2", head[0].upper() + head[1:].rstrip(":")
+    title, *lines = published_lines()
+    yield "h2", title[0].upper() + title[1:].rstrip(":")
     yield from (("p", line.strip()) for line in lines)
 
 
