@@ -76,31 +76,30 @@ class Costs:
     def up_to(self, source: str, most: int, context: int = 0) -> list[float]:
         """`seconds` of 1 to `most` rows: what every round asks for, in one pass."""
         curve = self.curve(context)
+        logs = self.corrections(source, most)
+        return [curve.seconds(source, n) * math.exp(self.pace + log) for n, log in enumerate(logs, 1)]
+
+    def correction(self, source: str, rows: int) -> float:
+        """The kind's own log-correction."""
+        known = self.own.get((source, rows))
+        return self.corrections(source, rows)[-1] if known is None else known
+
+    def corrections(self, source: str, most: int) -> list[float]:
+        """Log-corrections of 1 to `most` rows; of those not yet run, on the line between neighbours that were.
+
+        One row has none of its own: plain rounds correct the pace.
+        """
         known = [(1, 0.0), *sorted((n, log) for (s, n), log in self.own.items() if s == source)]
         out, at = [], 0
         for rows in range(1, most + 1):
             while at + 1 < len(known) and known[at + 1][0] <= rows:
                 at += 1
-            (below, low), log = known[at], known[at][1]
-            if below < rows and at + 1 < len(known):
+            below, log = known[at]
+            if at + 1 < len(known):
                 above, high = known[at + 1]
-                log = low + (high - low) * (rows - below) / (above - below)
-            out.append(curve.seconds(source, rows) * math.exp(self.pace + log))
+                log += (high - log) * (rows - below) / (above - below)
+            out.append(log)
         return out
-
-    def correction(self, source: str, rows: int) -> float:
-        """The kind's own log-correction; of rows not yet run, on the line between neighbours that were."""
-        if rows == 1:
-            return 0.0  # plain rounds correct the pace
-        if (known := self.own.get((source, rows))) is not None:
-            return known
-        tried = sorted(n for s, n in self.own if s == source)
-        above = next((n for n in tried if n > rows), None)
-        below = max((n for n in tried if n < rows), default=1)
-        low = self.own.get((source, below), 0.0)
-        if above is None:
-            return low
-        return low + (self.own[source, above] - low) * (rows - below) / (above - below)
 
     def observe(self, source: str, rows: int, seconds: float, context: int = 0) -> bool:
         """Learn from one timed round; False for a kind's first one if it is far slower: it compiles for later ones."""
