@@ -25,7 +25,7 @@ from .config import TrainingConfig
 from .data import MOST_BYTES, Features, Sample, load_features, tap_scales
 from .model import draft_hidden, fold_scales, start_from_target, unquantized
 
-BEST = "best.safetensors"
+CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 
 
 @dataclass
@@ -152,7 +152,8 @@ def train(
     weights so far are `best.safetensors`. most_bytes: of features on disk a part. progress: told of every step.
 
     A new run begins with the target's last layers, or with `start`: another training's checkpoint, or the folder of a
-    drafter, quantized or not. Raises X
+    drafter, quantized or not. Raises RequestError if the folder holds no answers or `start` has another shape. Returns
+    the model, its config and the tap scales that its input was multiplied with.
     """
     features = load_features(target, folder, (*config.taps, target.num_layers - 1), most_bytes)
     config.save(folder / "training.json")
@@ -249,32 +250,34 @@ def schedule(config: TrainingConfig) -> Callable[[mx.array], mx.array]:
 
 
 def save_best(folder: Path, model: DFlashModel) -> None:
-    arrays = {f"model.{k}": v for k, v in tree_flatten(model.parameters())}
-    part = folder / "best.part.safetensors"
-    mx.save_safetensors(str(part), arrays)
-    part.replace(folder / BEST)
+    write_arrays(folder / BEST, {f"model.{k}": v for k, v in tree_flatten(model.parameters())})
 
 
 def trained_weights(folder: Path) -> list[tuple[str, mx.array]]:
     """Of the best validation, else of the last checkpoint. Raises RequestError if nothing was trained there."""
-    found = [path for name in (BEST, "checkpoint.safetensors") if (path := folder / name).exists()]
+    found = [path for name in (BEST, CHECKPOINT) if (path := folder / name).exists()]
     if not found:
         raise RequestError(f"{folder} holds no trained drafter; run the train command first")
     return model_weights(load_arrays(found[0])[0])
 
 
 def save(folder: Path, model: DFlashModel, optimizer: optim.Optimizer, step: int, trend: Trend) -> None:
-    """Write a checkpoint beside the old one, then put it in its place."""
     arrays = {f"model.{k}": v for k, v in tree_flatten(model.parameters())}
     arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(optimizer.state)}
-    part = folder / "checkpoint.part.safetensors"
-    mx.save_safetensors(str(part), arrays, {"step": str(step), "best": repr(trend.best), "misses": str(trend.misses)})
-    part.replace(folder / "checkpoint.safetensors")
+    meta = {"step": str(step), "best": repr(trend.best), "misses": str(trend.misses)}
+    write_arrays(folder / CHECKPOINT, arrays, meta)
+
+
+def write_arrays(path: Path, arrays: dict[str, mx.array], meta: dict[str, str] | None = None) -> None:
+    """Write beside the old file, then put it in its place."""
+    part = path.with_suffix(".part.safetensors")
+    mx.save_safetensors(str(part), arrays, meta or {})
+    part.replace(path)
 
 
 def restore(folder: Path, model: DFlashModel, optimizer: optim.Optimizer) -> tuple[int, Trend]:
     """Load the folder's checkpoint, if any; returns the step to go on from, and how validation went until then."""
-    path = folder / "checkpoint.safetensors"
+    path = folder / CHECKPOINT
     if not path.exists():
         return 0, Trend()
     arrays, meta = load_arrays(path)
