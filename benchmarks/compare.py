@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlx_dflash.benchmarks.metrics import number
 from mlx_dflash.benchmarks.plain import bootstrap
-from mlx_dflash.benchmarks.run import number, speeds_by_prompt
+from mlx_dflash.benchmarks.run import speeds_by_prompt
 from mlx_dflash.benchmarks.schema import Result, read, write
 
 from mlx_dflash.errors import RequestError

@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from mlx_dflash.benchmarks import pair as pairs
-from mlx_dflash.benchmarks.measure import PLAIN, Arm, Bench, divergence
-from mlx_dflash.benchmarks.metrics import Record, summary_of
+from mlx_dflash.benchmarks.measure import PLAIN, Arm, Bench, with_partings
+from mlx_dflash.benchmarks.metrics import Record, number, summary_of
 from mlx_dflash.benchmarks.prompts import Prompt, built_in, prompts_hash
-from mlx_dflash.benchmarks.run import number, progress, say
+from mlx_dflash.benchmarks.run import progress
 from mlx_dflash.benchmarks.schema import Result, new_result, resumed, write
+from mlx_dflash.benchmarks.verdict import FADING
 
 from mlx_dflash.command import Interrupt, wanted_rows
+from mlx_dflash.download import say
 from mlx_dflash.drafters import DFlashDrafter
 from mlx_dflash.errors import RequestError
 from mlx_dflash.session import limit_of
 
 FILLS = [512 * 2**k for k in range(9)]  # 0.5k to 128k
 QUESTION = "Summarise the text above in a few sentences."
-FADING = 0.8  # of the first fill's speed-up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,28 +96,20 @@ def measure(result: Result, bench: Bench, arms: Sequence[Arm], prompts: Sequence
     """Run the fills that the result lacks, one whole fill after the other. True: stopped by Ctrl-C."""
     setup = result["setup"]
     done = {record["fill"] for record in result["requests"]}
-    if not done:
-        for arm in arms:  # compiles, and measures what a round costs
-            bench.request(arm, prompts[0], cold=True)
+    if not done and bench.cold(arms, prompts[0]) is None:
+        return True
     for index, (fill, prompt) in enumerate(zip(setup["fills"], prompts, strict=True)):
-        progress(index, len(prompts), result)
+        progress(index, len(prompts))
         if fill in done:
             continue
-        wide = [w for w in setup["windows"] if w < fill]
         sink = setup["draft"]["draft_sink"]
-        tried = [*arms, *(windowed(arms[1], w, sink) for w in wide)]
-        fresh: list[Record] = []
-        plain: list[int] | None = None
-        for repeat in range(1 if fill >= setup["once_from"] else setup["repeats"]):
-            for arm in tried if repeat % 2 == 0 else reversed(tried):
-                record, tokens = bench.request(arm, prompt, repeat)
-                if bench.interrupted():
-                    return True
-                plain = tokens if plain is None else plain
-                fresh.append({**record, "fill": fill, "parts_at": divergence(plain, tokens)})
-        result["requests"] += fresh
+        tried = [*arms, *(windowed(arms[1], w, sink) for w in setup["windows"] if w < fill)]
+        found = bench.turns(tried, prompt, 1 if fill >= setup["once_from"] else setup["repeats"])
+        if found is None:
+            return True
+        result["requests"] += [{**record, "fill": fill} for record in with_partings(found)]
         write(result, output)
-    progress(len(prompts), len(prompts), result)
+    progress(len(prompts), len(prompts))
     return False
 
 

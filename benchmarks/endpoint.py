@@ -38,11 +38,12 @@ from mlx_dflash.benchmarks.endpoint_metrics import (
     reading,
     turning_points,
 )
-from mlx_dflash.benchmarks.metrics import Record, decode_tps
+from mlx_dflash.benchmarks.metrics import Record, decode_tps, number
 from mlx_dflash.benchmarks.prompts import Prompt, add_prompt_arguments, chosen, prompts_hash
 from mlx_dflash.benchmarks.schema import Result, new_result, resumed, write
 
-from mlx_dflash.command import Interrupt
+from mlx_dflash.command import Interrupt, bar
+from mlx_dflash.download import say
 from mlx_dflash.errors import RequestError
 
 COLD = "cold"
@@ -277,19 +278,10 @@ def conclude(result: Result) -> None:
 def progress(arm: str, finished: Sequence[tuple[Job, Reply]], total: int) -> None:
     """A line that is written over, on a terminal."""
     if sys.stderr.isatty():
-        filled = "#" * (30 * len(finished) // total)
         failed = sum(reply.error is not None for _, reply in finished)
         end = "\n" if len(finished) == total else ""
         text = f"{arm}: {len(finished)} of {total} requests" + (f", {failed} failed" if failed else "")
-        print(f"\r\x1b[K[{filled:.<30}] {text}", end=end, file=sys.stderr, flush=True)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+        print(f"\r\x1b[K{bar(len(finished), total)} {text}", end=end, file=sys.stderr, flush=True)
 
 
 def lines(result: Result) -> list[str]:

@@ -6,21 +6,19 @@ when the first token was known. Stock mlx-lm runs on the same module with the sa
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_dflash.benchmarks.metrics import Record, has_loop, record_hash
 from mlx_dflash.benchmarks.prompts import Prompt
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_dflash import stream_generate
-from mlx_dflash.drafters import DFlashDrafter
-from mlx_dflash.lookup import Lookup
 from mlx_dflash.remembered import Memory
+from mlx_dflash.report import first_difference
 from mlx_dflash.targets import Target
 from mlx_dflash.text import apply_template
 
@@ -55,6 +53,21 @@ class Bench:
         record, tokens = run(arm, ids)
         name = {"id": prompt.id, "task": prompt.task, "arm": arm.name, "repeat": repeat, "cold": cold, "error": None}
         return {**name, **record, "tokens_hash": record_hash(tokens), "loop": has_loop(tokens)}, tokens
+
+    def cold(self, arms: Sequence[Arm], prompt: Prompt) -> list[Record] | None:
+        """The first request of every arm, which compiles and measures what is not yet; None: stopped by Ctrl-C."""
+        records = [self.request(arm, prompt, cold=True)[0] for arm in arms]
+        return None if self.interrupted() else records
+
+    def turns(self, arms: Sequence[Arm], prompt: Prompt, repeats: int) -> list[tuple[Record, list[int]]] | None:
+        """A prompt's requests, in the order of the arms and then in its reverse; None: stopped, so none is whole."""
+        found = []
+        for repeat in range(repeats):
+            for arm in arms if repeat % 2 == 0 else reversed(arms):
+                found.append(self.request(arm, prompt, repeat))
+                if self.interrupted():
+                    return None
+        return found
 
     def ours(self, arm: Arm, ids: list[int]) -> tuple[Record, list[int]]:
         options = {
@@ -156,15 +169,6 @@ def size_of(arrays: Iterable[mx.array]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def weight_bytes(target: Target, drafter: DFlashDrafter | Lookup | None) -> dict[str, int]:
-    """Bytes of weights in memory."""
-    own = drafter.model.parameters() if isinstance(drafter, DFlashDrafter) else {}
-    return {
-        "target": size_of(value for _, value in tree_flatten(target.model.parameters())),
-        "drafter": size_of(value for _, value in tree_flatten(own)),
-    }
-
-
 def stock_refusal(target: Target) -> str | None:
     """Why mlx-lm can't run the target's module by itself; None: it can."""
     if type(target.model).__module__.startswith("mlx_lm."):
@@ -172,22 +176,6 @@ def stock_refusal(target: Target) -> str | None:
     return f"mlx-lm has no {target.config.get('model_type', 'such')} model"
 
 
-def divergence(first: list[int], second: list[int]) -> int | None:
-    """Where two texts part; None: they are equal."""
-    if first == second:
-        return None
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-
-
-def margin_at(
-    target: Target, ids: list[int], first: list[int], second: list[int], at: int, *cache: int | None
-) -> float | None:
-    """Logit margin between the two tokens where texts part: near 0 is a near-tie that rounding decides."""
-    if at >= min(len(first), len(second)):
-        return None
-    logits, _ = target.forward(
-        mx.array([ids + first[:at]], mx.uint32), target.make_cache(*cache), last_logits_only=True
-    )
-    return float(abs((logits[0, -1, first[at]] - logits[0, -1, second[at]]).item()))
+def with_partings(found: Sequence[tuple[Record, list[int]]]) -> list[Record]:
+    """Records of one prompt, each with "parts_at": where its text parts from the first one's; None: nowhere."""
+    return [{**record, "parts_at": first_difference(found[0][1], tokens)} for record, tokens in found]

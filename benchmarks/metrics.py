@@ -141,6 +141,11 @@ def has_loop(tokens: Sequence[Any]) -> bool:
     return False
 
 
+def number(value: float | None, form: str) -> str:
+    """A figure for a table; "-" where there is none."""
+    return "-" if value is None else format(value, form)
+
+
 def record_hash(values: Any) -> str:
     """Sixteen hex digits of what can be written as JSON."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

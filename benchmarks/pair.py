@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_dflash.benchmarks.measure import weight_bytes
 from mlx_dflash.benchmarks.metrics import record_hash
+from mlx_dflash.convert.source import RECORD
 
-from mlx_dflash import load
+from mlx_dflash import load, memory
 from mlx_dflash.api import check_kv_quantization
 from mlx_dflash.choice import choose_drafter
 from mlx_dflash.command import add_pair_flags, log_to_stderr, wanted_rows
@@ -23,7 +23,6 @@ from mlx_dflash.saved import fingerprint
 from mlx_dflash.settings import DEFAULTS, resolve
 from mlx_dflash.targets import Target
 
-CONVERSION = "conversion.json"  # the converter's record beside a model
 SEED = 0  # of sampled runs, so that all arms draw the same noise
 
 
@@ -111,7 +110,9 @@ def mode_of(setup: dict[str, Any]) -> str:
 
 def memory_of(pair: Pair) -> dict[str, Any]:
     """Bytes of weights; what else a request took is in its record."""
-    return {**weight_bytes(pair.target, pair.drafter), "device": str(mx.default_device())}
+    drafter = memory.weight_bytes(pair.drafter.model) if isinstance(pair.drafter, DFlashDrafter) else 0
+    target = memory.weight_bytes(pair.target.model)
+    return {"target": target, "drafter": drafter, "device": str(mx.default_device())}
 
 
 def drafter_hash(drafter: DFlashDrafter | Lookup) -> str | None:
@@ -131,7 +132,7 @@ def quantization(config: dict[str, Any]) -> str:
 def quality(folder: Path | None) -> dict[str, Any] | None:
     """What `convert --verify` measured of this quantization against its source; None where it was not asked to."""
     try:
-        record = json.loads(((folder or Path()) / CONVERSION).read_text(encoding="utf-8"))
+        record = json.loads(((folder or Path()) / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return record.get("quality")

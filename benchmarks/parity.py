@@ -12,13 +12,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx_dflash.benchmarks.machine import describe
 from mlx_dflash.benchmarks.output import write_result
 from mlx_dflash.benchmarks.reference import mlx_lm_model, mlx_lm_tokens
 
 from mlx_dflash import generate, load, load_drafter
 from mlx_dflash.hub import target_folder
+from mlx_dflash.report import first_difference, logit_margin
 from mlx_dflash.targets import Target
 from mlx_dflash.training.prompts import held_out_prompts
 
@@ -79,16 +79,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def part(target: Target, prompt: list[int], plain: list[int], other: list[int]) -> dict[str, Any]:
     """Whether two runs are equal; else where they part and by what margin of the target's logits (inf: by length)."""
-    if plain == other:
+    if (at := first_difference(plain, other)) is None:
         return {"equal": True}
-    pairs = enumerate(zip(plain, other, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), None)
-    if at is None:
-        return {"equal": False, "position": min(len(plain), len(other)), "margin": float("inf")}
-    ids = mx.array([prompt + plain[:at]], mx.uint32)
-    logits = target.forward(ids, target.make_cache(), last_logits_only=True)[0][0, -1]
-    margin = abs((logits[plain[at]] - logits[other[at]]).item())
-    return {"equal": False, "position": at, "margin": margin}
+    margin = logit_margin(target, prompt, plain, other, at)
+    return {"equal": False, "position": at, "margin": float("inf") if margin is None else margin}
 
 
 if __name__ == "__main__":

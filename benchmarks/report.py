@@ -1,31 +1,18 @@
 """`report`: results as Markdown, or as one HTML page with charts that needs no other file; both end in a verdict."""
 
 import argparse
-import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mlx_dflash.benchmarks import context, endpoint, sweep
 from mlx_dflash.benchmarks import run as runs
+from mlx_dflash.benchmarks.metrics import number
+from mlx_dflash.benchmarks.page import Block, Table, as_html, as_markdown
 from mlx_dflash.benchmarks.roofline import published_lines
-from mlx_dflash.benchmarks.run import number
 from mlx_dflash.benchmarks.schema import Result, read
 from mlx_dflash.benchmarks.svg import bars, curves
 from mlx_dflash.benchmarks.verdict import verdicts
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; margin: .8rem 0; font-size: .9rem; } svg { width: 100%; max-width: 46rem; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
-td { white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
-.verdict { border-left: 4px solid #2f6f9f; padding: .4rem .9rem; background: #f3f6f9; } .mark { color: #a33; }
-"""
-
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-# What a page is made of: (kind, content): "h1", "h2", "p", "mark", "verdict" with text, "table", "svg".
-Block = tuple[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +86,20 @@ def facts_of(setup: dict[str, Any], machine: dict[str, Any]) -> str:
 
 
 def of_run(result: Result) -> Iterator[Block]:
-    summary, names = result["summary"], [n for n in result["setup"]["arms"] if n in result["summary"]["arms"]]
+    yield from of_speed(result)
+    yield from of_latency(result)
+    yield from of_acceptance(result["summary"]["arms"]["dflash"])
+    yield from of_phases_and_memory(result)
+    for name, found in result["summary"].get("equality", {}).items():
+        parted = "; ".join(
+            f"{p['id']} at {p['at']}, margin {number(p['logit_margin'], '.1e')}" for p in found["parted"][:6]
+        )
+        end = f"; parted: {parted}." if parted else "."
+        yield "p", f"{name}: {found['equal']} texts equal to plain decoding's{end}"
+
+
+def of_speed(result: Result) -> Iterator[Block]:
+    summary = result["summary"]
     ratios = {task: found["dflash"] for task, found in summary["ratios"].items() if found.get("dflash")}
     yield "h2", "Speed against plain decoding"
     medians = {task: found["median"] for task, found in ratios.items()}
@@ -123,8 +123,12 @@ def of_run(result: Result) -> Iterator[Block]:
     head = ("task", "x plain", "95 %", "acceptance", "mean accepted length", "tokens a finished answer",
             "prompt tokens from cache", "loops")  # fmt: skip
     yield "table", (head, rows)
+
+
+def of_latency(result: Result) -> Iterator[Block]:
+    arms = result["summary"]["arms"]
     yield "h2", "What a user sees"
-    yield "table", latency_table({name: summary["arms"][name] for name in names})
+    yield "table", latency_table(arms)
     yield (
         "p",
         (
@@ -132,14 +136,16 @@ def of_run(result: Result) -> Iterator[Block]:
             "smoothed, the wait shared by the tokens that came with it. P90 speed: nine of ten requests reach it."
         ),
     )
-    cold = {name: summary["arms"][name]["cold"] for name in names}
     text = "; ".join(
-        f"{n} first token {c[0]['ttft']:.2f} s, then {number(c[0]['tps'], '.1f')} tokens/s"
-        for n, c in cold.items()
-        if c
+        f"{name} first token {first['ttft']:.2f} s, then {number(first['tps'], '.1f')} tokens/s"
+        for name, arm in arms.items()
+        for first in arm["cold"][:1]
     )
     yield "p", f"Cold, the first request of each arm: {text}."
-    arm = summary["arms"]["dflash"]
+
+
+def of_acceptance(arm: dict[str, Any]) -> Iterator[Block]:
+    """arm: figures of one that drafts."""
     yield "h2", "Acceptance"
     places = {str(k): share for k, share in enumerate(arm["acceptance_by_position"], 1)}
     yield "svg", bars("share of drafts kept, by position", places)
@@ -147,6 +153,10 @@ def of_run(result: Result) -> Iterator[Block]:
     yield "svg", bars("rounds, by the tokens that they committed", lengths)
     sizes = ", ".join(f"{count} of {rows} rows" for rows, count in arm["block_sizes"].items())
     yield "p", f"Rounds: {sizes}; {number(arm['host_reads_per_round'], '.2f')} host reads a round."
+
+
+def of_phases_and_memory(result: Result) -> Iterator[Block]:
+    summary = result["summary"]
     yield "h2", "Where the time goes, and memory"
     if (phases := summary.get("phases")) and phases["share"]:
         yield (
@@ -170,14 +180,6 @@ def of_run(result: Result) -> Iterator[Block]:
         cells.append([f"drafter's at {tokens} tokens", mb(full["kv_bytes"]["drafter"])])
     cells.append(["peak", mb(max((r.get("peak_bytes") or 0 for r in result["requests"]), default=None))])
     yield "table", (("memory", "MB"), cells)
-    for name, found in summary.get("equality", {}).items():
-        parted = "; ".join(
-            f"{p['id']} at {p['at']}, margin {number(p['logit_margin'], '.1e')}" for p in found["parted"][:6]
-        )
-        yield (
-            "p",
-            f"{name}: {found['equal']} texts equal to plain decoding's" + (f"; parted: {parted}." if parted else "."),
-        )
 
 
 def latency_table(arms: dict[str, Any]) -> Table:
@@ -350,42 +352,3 @@ def mb(size: float | None) -> str:
 
 def plain(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def as_markdown(blocks: Sequence[Block]) -> str:
-    """Charts are left out: their figures stand in the tables."""
-    forms = {"h1": "# {}", "h2": "## {}", "p": "{}", "mark": "- mark: {}", "verdict": "**{}**"}
-    out = []
-    for kind, content in blocks:
-        if kind == "table":
-            head, rows = content
-            cells = [head, ["---"] * len(head), *rows]
-            out.append("\n".join("| " + " | ".join(str(c).replace("|", "\\|") for c in row) + " |" for row in cells))
-        elif kind in forms:
-            out.append(forms[kind].format(content))
-    return "\n\n".join(out) + "\n"
-
-
-def as_html(blocks: Sequence[Block]) -> str:
-    """One page; no script, no other file, no network."""
-    tags = {"h1": "h1", "h2": "h2", "p": "p", "mark": 'p class="mark"', "verdict": 'p class="verdict"'}
-    body = []
-    for kind, content in blocks:
-        if kind == "svg":
-            body.append(f"<div>{content}</div>" if content else "")
-        elif kind == "table":
-            head, rows = content
-            body.append("<table>" + row_of("th", head) + "".join(row_of("td", row) for row in rows) + "</table>")
-        else:
-            body.append(f"<{tags[kind]}>{html.escape(content)}</{tags[kind].split()[0]}>")
-    title = html.escape(next((str(text) for kind, text in blocks if kind == "h1"), "report"))
-    head_part = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head_part}<style>{STYLE}</style></head><body>\n'
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
-
-
-def row_of(tag: str, cells: Sequence[Any]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"

@@ -20,21 +20,20 @@ from mlx_dflash.benchmarks.measure import (
     STOCK,
     Arm,
     Bench,
-    divergence,
-    margin_at,
     prompt_ids,
     stock_refusal,
 )
-from mlx_dflash.benchmarks.metrics import Record, decode_tps, summary_of
+from mlx_dflash.benchmarks.metrics import Record, decode_tps, number, summary_of
 from mlx_dflash.benchmarks.plain import bootstrap
 from mlx_dflash.benchmarks.prompts import Prompt, add_prompt_arguments, chosen, prompts_hash
 from mlx_dflash.benchmarks.schema import Result, new_result, resumed, swap_used, write
+from mlx_dflash.benchmarks.verdict import DRIFT, SWAP
 
-from mlx_dflash.command import Interrupt, wanted_rows
+from mlx_dflash.command import Interrupt, bar, wanted_rows
+from mlx_dflash.download import say
+from mlx_dflash.report import first_difference, logit_margin
 
-DRIFT = 0.05  # of the plain arm's speed between the halves of a run, beyond which the run is marked
 PROFILED = "profiled"
-SWAP = 64 * 2**20  # bytes by which swap may grow
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,62 +79,51 @@ def run(args: argparse.Namespace) -> int:
 def measure(result: Result, bench: Bench, arms: Sequence[Arm], prompts: Sequence[Prompt], args: Any) -> bool:
     """Run what the result lacks, writing it after every prompt. True: stopped by Ctrl-C, the rest is kept."""
     if not result["requests"]:
-        for arm in arms:
-            record, _ = bench.request(arm, prompts[0], cold=True)
-            result["requests"].append(record)
-            if bench.interrupted():
-                return True
-    known = {key(record): record for record in result["requests"]}
+        if (cold := bench.cold(arms, prompts[0])) is None:
+            return True
+        result["requests"] += cold
+    done = {record["id"] for record in result["requests"] if not record["cold"]}  # a prompt is kept whole or not at all
     swap = swap_used()
     profiled = {task: next(p for p in prompts if p.task == task) for task in dict.fromkeys(p.task for p in prompts)}
-    for done, prompt in enumerate(prompts):
-        progress(done, len(prompts), result)
-        texts: dict[str, list[int]] = {}
-        fresh: list[Record] = []  # a prompt is kept whole or not at all
-        for repeat in range(args.repeats):
-            for arm in arms if repeat % 2 == 0 else list(reversed(arms)):
-                if (arm.name, prompt.id, repeat, False) in known:
-                    continue
-                record, tokens = bench.request(arm, prompt, repeat)
-                if bench.interrupted():
-                    return True
-                fresh.append(record)
-                if texts.setdefault(arm.name, tokens) != tokens:
-                    result["marks"].append(f"{arm.name} gave two texts for {prompt.id}")
-        if profiled[prompt.task] is prompt and (PROFILED, prompt.id, 0, False) not in known:
+    for index, prompt in enumerate(prompts):
+        progress(index, len(prompts))
+        if prompt.id in done:
+            continue
+        if (found := bench.turns(arms, prompt, args.repeats)) is None:
+            return True
+        fresh = [record for record, _ in found]
+        if profiled[prompt.task] is prompt:
             slow = replace(arms[1], name=PROFILED, options={**(arms[1].options or {}), "profile": True})
             fresh.append(bench.request(slow, prompt)[0])
             if bench.interrupted():
                 return True
         result["requests"] += fresh
+        texts: dict[str, list[int]] = {}
+        for record, tokens in found:
+            if texts.setdefault(record["arm"], tokens) != tokens:
+                result["marks"].append(f"{record['arm']} gave two texts for {prompt.id}")
         note_equality(result, bench, prompt, texts)
         write(result, args.output)
-    progress(len(prompts), len(prompts), result)
+    progress(len(prompts), len(prompts))
     grown = (swap_used() or 0) - (swap or 0)
     result["summary"]["swap_grown_bytes"] = grown
     return False
 
 
-def key(record: Record) -> tuple[str, str, int, bool]:
-    return record["arm"], record["id"], record["repeat"], record["cold"]
-
-
 def note_equality(result: Result, bench: Bench, prompt: Prompt, texts: dict[str, list[int]]) -> None:
     """Whether the arms said the same, else where they part and by what margin, once a prompt."""
-    if PLAIN not in texts:
-        return
     table = result["summary"].setdefault("equality", {})
     for name, tokens in texts.items():
         if name == PLAIN or (name == STOCK and result["mode"] == "sampled"):
             continue  # mlx-lm draws other noise
-        at = divergence(texts[PLAIN], tokens)
+        at = first_difference(texts[PLAIN], tokens)
         entry = table.setdefault(name, {"equal": 0, "parted": []})
         if at is None:
             entry["equal"] += 1
         else:
             ids = prompt_ids(bench.tokenizer, prompt, bench.options.get("thinking"))
             cache = bench.options.get("kv_bits"), bench.options.get("kv_group_size")
-            margin = margin_at(bench.target, ids, texts[PLAIN], tokens, at, *cache)
+            margin = logit_margin(bench.target, ids, texts[PLAIN], tokens, at, *cache)
             entry["parted"].append({"id": prompt.id, "at": at, "logit_margin": margin})
 
 
@@ -225,21 +213,12 @@ def marks_of(result: Result) -> list[str]:
     return marks
 
 
-def progress(done: int, total: int, result: Result) -> None:
+def progress(done: int, total: int) -> None:
     if sys.stderr.isatty():
-        filled = "#" * (30 * done // max(total, 1))
         end = "\n" if done == total else ""
-        print(f"\r\x1b[K[{filled:.<30}] {done} of {total} prompts", end=end, file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{bar(done, total)} {done} of {total} prompts", end=end, file=sys.stderr, flush=True)
     elif done % 12 == 0 or done == total:
         print(f"{done} of {total} prompts", file=sys.stderr, flush=True)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def lines(result: Result) -> list[str]:

@@ -12,20 +12,21 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_dflash.benchmarks import pair as pairs
-from mlx_dflash.benchmarks.measure import PLAIN, Arm, Bench, divergence
-from mlx_dflash.benchmarks.metrics import Record, summary_of
+from mlx_dflash.benchmarks.measure import PLAIN, Arm, Bench, with_partings
+from mlx_dflash.benchmarks.metrics import number, summary_of
 from mlx_dflash.benchmarks.prompts import Prompt, add_prompt_arguments, chosen, prompts_hash
-from mlx_dflash.benchmarks.run import key, number, progress, ratio_of, say
+from mlx_dflash.benchmarks.run import progress, ratio_of
 from mlx_dflash.benchmarks.schema import Result, new_result, resumed, write
+from mlx_dflash.benchmarks.verdict import FAR_BELOW
 
 from mlx_dflash.command import Interrupt
+from mlx_dflash.download import say
 from mlx_dflash.drafters import DFlashDrafter
 from mlx_dflash.errors import RequestError
 from mlx_dflash.lookup import Lookup
 
 USUAL = (8, 12, 15, 16)  # rows that engines and publications start with
 STEP = 4
-FAR_BELOW = 0.5  # mean accepted length over rows, below which most rows are verified for nothing
 AUTO = "auto"
 
 
@@ -99,28 +100,19 @@ def measure(
     """Run what the result lacks at one temperature. True: stopped by Ctrl-C, the rest is kept."""
     mine = [r for r in result["requests"] if r["temp"] == temp]
     if not mine:
-        for arm in arms:
-            record, _ = bench.request(arm, prompts[0], cold=True)
-            if bench.interrupted():
-                return True
-            result["requests"].append({**record, "temp": temp})
-    known = {key(record) for record in mine}
-    for done, prompt in enumerate(prompts):
-        progress(done, len(prompts), result)
-        if all((arm.name, prompt.id, repeat, False) in known for arm in arms for repeat in range(args.repeats)):
+        if (cold := bench.cold(arms, prompts[0])) is None:
+            return True
+        result["requests"] += [{**record, "temp": temp} for record in cold]
+    done = {record["id"] for record in mine if not record["cold"]}
+    for index, prompt in enumerate(prompts):
+        progress(index, len(prompts))
+        if prompt.id in done:
             continue
-        fresh: list[Record] = []
-        plain: list[int] | None = None
-        for repeat in range(args.repeats):
-            for arm in arms if repeat % 2 == 0 else list(reversed(arms)):
-                record, tokens = bench.request(arm, prompt, repeat)
-                if bench.interrupted():
-                    return True
-                plain = tokens if plain is None else plain
-                fresh.append({**record, "temp": temp, "parts_at": divergence(plain, tokens)})
-        result["requests"] += fresh
+        if (found := bench.turns(arms, prompt, args.repeats)) is None:
+            return True
+        result["requests"] += [{**record, "temp": temp} for record in with_partings(found)]
         write(result, args.output)
-    progress(len(prompts), len(prompts), result)
+    progress(len(prompts), len(prompts))
     return False
 
 

@@ -123,6 +123,10 @@ def prompt_bar(done: int, total: int) -> None:
     """How far a long prompt is, on a terminal; the line goes when the first token comes."""
     if total < LONG_PROMPT or not sys.stderr.isatty():
         return
-    filled = "#" * (30 * done // total)
-    text = f"prompt [{filled:.<30}] {done:,} of {total:,} tokens"
+    text = f"prompt {bar(done, total)} {done:,} of {total:,} tokens"
     print("\r\x1b[K" + (text if done < total else ""), end="", file=sys.stderr, flush=True)
+
+
+def bar(done: int, total: int) -> str:
+    filled = "#" * (30 * done // max(total, 1))
+    return f"[{filled:.<30}]"

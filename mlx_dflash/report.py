@@ -90,15 +90,37 @@ def compare(
         "speedup": result.stats.generation_tps / max(plain.stats.generation_tps, 1e-9),
         "equal": result.tokens == plain.tokens,
     }
-    if not out["equal"]:
-        pairs = enumerate(zip(result.tokens, plain.tokens, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), min(len(result.tokens), len(plain.tokens)))
+    if (at := first_difference(plain.tokens, result.tokens)) is not None:
         out["first_difference"] = at
-        if at < min(len(result.tokens), len(plain.tokens)):
-            prefix = mx.array([ids + plain.tokens[:at]], mx.uint32)
-            logits, _ = model.forward(prefix, model.make_cache(kv_bits, kv_group_size), last_logits_only=True)
-            out["logit_margin"] = abs((logits[0, -1, result.tokens[at]] - logits[0, -1, plain.tokens[at]]).item())
+        margin = logit_margin(model, ids, plain.tokens, result.tokens, at, kv_bits, kv_group_size)
+        if margin is not None:
+            out["logit_margin"] = margin
     return out
+
+
+def first_difference(first: list[int], second: list[int]) -> int | None:
+    """Where two texts part, the end of the shorter one included; None: they are equal."""
+    if first == second:
+        return None
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def logit_margin(
+    model: Target,
+    ids: list[int],
+    first: list[int],
+    second: list[int],
+    at: int,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
+) -> float | None:
+    """Between the two tokens where texts after `ids` part; near 0 is a tie that rounding decides. None: one ended."""
+    if at >= min(len(first), len(second)):
+        return None
+    prefix = mx.array([ids + first[:at]], mx.uint32)
+    logits, _ = model.forward(prefix, model.make_cache(kv_bits, kv_group_size), last_logits_only=True)
+    return float(abs((logits[0, -1, first[at]] - logits[0, -1, second[at]]).item()))
 
 
 def comparison(values: dict[str, Any]) -> str:

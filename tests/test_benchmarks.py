@@ -12,12 +12,13 @@ import tiny
 from mlx_dflash.benchmarks import __main__ as benchmarks
 from mlx_dflash.benchmarks import compare, context, metrics, report, schema, sweep
 from mlx_dflash.benchmarks import run as runs
-from mlx_dflash.benchmarks.measure import PLAIN, Arm, Bench, divergence, margin_at
+from mlx_dflash.benchmarks.measure import PLAIN, Arm, Bench
 from mlx_dflash.benchmarks.prompts import Prompt
 from mlx_dflash.benchmarks.verdict import verdicts
 from stubs import StubDrafter, truth
 
 from mlx_dflash import RequestError, generate, load
+from mlx_dflash.report import first_difference, logit_margin
 
 TEMPLATE = "{% for m in messages %}w20 {{ m.content }} w21 {% endfor %}{% if add_generation_prompt %}w22{% endif %}"
 
@@ -144,12 +145,12 @@ def test_cold_and_failed_requests_stand_apart():
 
 def test_divergence_and_its_margin(folder):
     target, _ = load(folder)
-    assert divergence([1, 2], [1, 2]) is None
-    assert divergence([1, 2, 3], [1, 5, 3]) == 1 and divergence([1, 2], [1, 2, 3]) == 2
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1 and first_difference([1, 2], [1, 2, 3]) == 2
     logits, _ = target.forward(mx.array([[30, 31, 9]]), target.make_cache())
     by_hand = abs((logits[0, -1, 40] - logits[0, -1, 41]).item())
-    assert margin_at(target, [30, 31], [9, 40], [9, 41], 1) == pytest.approx(by_hand)
-    assert margin_at(target, [30], [9], [9, 1], 1) is None
+    assert logit_margin(target, [30, 31], [9, 40], [9, 41], 1) == pytest.approx(by_hand)
+    assert logit_margin(target, [30], [9], [9, 1], 1) is None
 
 
 def test_run_reports_every_arm_and_goes_on_after_ctrl_c(folder, prompts, tmp_path, monkeypatch, capsys):
@@ -428,3 +429,20 @@ def test_a_plain_arm_that_slows_down_marks_the_run():
     assert abs(runs.drift_of(result["requests"]) - (1.4 / 1.1 - 1)) < 1e-9  # the made speeds rise from prompt to prompt
     result["requests"] = [r for r in result["requests"] if r["id"] == "p0"]
     assert runs.drift_of(result["requests"]) is None
+
+
+def test_cold_requests_are_kept_together_or_not_at_all(folder):
+    target, tokenizer = load(folder)
+    prompt = Prompt(id="p", task="t", messages=[{"role": "user", "content": "w30 w31"}])
+    asked = []
+    stopped = Bench(target, tokenizer, {}, 4, lambda: len(asked.append(0) or asked) > 6)
+    assert stopped.cold([Arm("one"), Arm("two")], prompt) is None
+    assert stopped.turns([Arm("one"), Arm("two")], prompt, 2) is None
+    whole = Bench(target, tokenizer, {}, 4)
+    assert [(r["arm"], r["cold"]) for r in whole.cold([Arm("one"), Arm("two")], prompt)] == [
+        ("one", True),
+        ("two", True),
+    ]
+    turns = whole.turns([Arm("one"), Arm("two")], prompt, 3)
+    assert [r["arm"] for r, _ in turns] == ["one", "two", "two", "one", "one", "two"]
+    assert [r["repeat"] for r, _ in turns] == [0, 0, 1, 1, 2, 2]
