@@ -35,6 +35,13 @@ def prompts(pair):
     ]
 
 
+@pytest.fixture(scope="module")
+def plain(pair, prompts):
+    """The target's own tokens after every prompt, decoded once: real weights are slow here."""
+    target, tokenizer, _ = pair
+    return [generate(target, tokenizer, prompt, max_tokens=TOKENS).tokens for prompt in prompts]
+
+
 def same_or_near_tie(target, prompt, plain, other):
     """Equal; or, on a BLAS whose rows depend on how many there are, parted where two logits all but tie."""
     outcome = part(target, prompt, plain, other)
@@ -42,25 +49,23 @@ def same_or_near_tie(target, prompt, plain, other):
 
 
 @pytest.mark.parametrize("block_size", [5, 8])
-def test_speculative_tokens_equal_plain_tokens(pair, prompts, block_size):
+def test_speculative_tokens_equal_plain_tokens(pair, prompts, plain, block_size):
     target, tokenizer, drafter = pair
     rounds = accepted = 0
-    for prompt in prompts:
-        plain = generate(target, tokenizer, prompt, max_tokens=TOKENS).tokens
+    for prompt, alone in zip(prompts, plain, strict=True):
         run = generate(target, tokenizer, prompt, draft_model=drafter, block_size=block_size, max_tokens=TOKENS)
-        assert same_or_near_tie(target, prompt, plain, run.tokens)
+        assert same_or_near_tie(target, prompt, alone, run.tokens)
         rounds += run.stats.rounds
         accepted += run.stats.accepted
     assert rounds > 10 and accepted > 10
 
 
-def test_plain_tokens_equal_mlx_lms_on_the_same_fp32_values(pair, prompts, tmp_path):
+def test_plain_tokens_equal_mlx_lms_on_the_same_fp32_values(pair, prompts, plain, tmp_path):
     target, tokenizer, _ = pair
     stock = mlx_lm_model(hub.target_folder("demo"), target, tmp_path)
-    for prompt in prompts:
-        plain = generate(target, tokenizer, prompt, max_tokens=TOKENS).tokens
+    for prompt, ours in zip(prompts, plain, strict=True):
         theirs = mlx_lm_tokens(stock, prompt, TOKENS, set(tokenizer.eos_token_ids))
-        assert same_or_near_tie(target, prompt, plain, theirs)
+        assert same_or_near_tie(target, prompt, ours, theirs)
 
 
 def test_the_repack_holds_the_files_exact_values(pair):
