@@ -145,7 +145,8 @@ def dflash_mlx(model: str, drafter: str) -> Decode:
     def decode(prompt: list[int], limit: int, rows: int) -> dict[str, Any]:
         nonlocal bundle
         if rows not in contexts:
-            contexts[rows] = build_offline_runtime_context(verify_len_cap=rows)
+            # its default mode shortens a full block when drafts fail, which would not be equal width
+            contexts[rows] = build_offline_runtime_context(verify_len_cap=rows, verify_mode="dflash")
         if bundle is None:
             bundle = load_runtime_bundle(
                 model_ref=model, draft_ref=drafter, draft_quant="none", verify_config=contexts[rows].verify

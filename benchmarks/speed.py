@@ -39,6 +39,7 @@ def main() -> None:
     add("--model", default="demo")
     add("--draft-model", default="demo")
     add("--block-sizes", type=int, nargs="+", default=[3, 5, 8], help="fixed widths")
+    add("--arms", nargs="+", default=None, metavar="ARM", help="plain and only these, such as auto or '5 rows'")
     add("--per-class", type=int, default=3, help="prompts of each task class")
     add("--tasks", nargs="+", default=None, metavar="CLASS", help="only these classes")
     add("--max-tokens", type=int, default=96)
@@ -58,6 +59,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "auto, no lookup": {**drafting, "lookup": False},
         "lookup": {"draft_model": lookup},
     }
+    if args.arms is not None:
+        if unknown := set(args.arms) - set(arms):
+            raise SystemExit(f"no such arms: {', '.join(sorted(unknown))}; there are {', '.join(arms)}")
+        arms = {name: options for name, options in arms.items() if name in ("plain", *args.arms)}
     for options in arms.values():  # measures what is not measured yet, and warms up
         generate(target, tokenizer, [1, 2, 3], max_tokens=8, **options)
     runs: list[dict[str, Any]] = []
@@ -109,8 +114,9 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
         found[f"{name} / plain"] = [statistics.median(ratios), *bootstrap(ratios)]
     fixed = [name for name in speed[0] if name == "plain" or name.endswith(" rows")]
     best = max(fixed, key=lambda name: found[f"{name} / plain"][0])
-    ratios = [s["auto"] / s[best] for s in speed]
-    found[f"auto / best fixed ({best})"] = [statistics.median(ratios), *bootstrap(ratios)]
+    if "auto" in speed[0]:
+        ratios = [s["auto"] / s[best] for s in speed]
+        found[f"auto / best fixed ({best})"] = [statistics.median(ratios), *bootstrap(ratios)]
     return found
 
 
