@@ -106,7 +106,7 @@ def tasks(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Median ratio and its interval: each arm over plain, and auto over the class's best fixed width (1 included)."""
+    """Median ratio and its interval: each arm over plain, and auto, if run, over the best fixed width (1 included)."""
     speed = [{name: statistics.mean(values) for name, values in run["speeds"].items()} for run in runs]
     found = {}
     for name in speed[0]:

@@ -17,7 +17,7 @@ def evaluate(
     max_tokens: int = 128,
     report: Callable[[str], None] = print,
 ) -> dict[str, dict[str, Any]]:
-    """Per task class, and under "all": rounds, drafted, accepted, tokens, and the two ratios that follow.
+    """Under "all", then per task class: rounds, drafted, accepted, tokens, and the two ratios that follow.
 
     mean_accepted_length is tokens committed per round that drafted; acceptance_rate is accepted over drafted.
     """
@@ -27,7 +27,7 @@ def evaluate(
         stats = generate(
             target, tokenizer, messages, draft_model=drafter, block_size=block_size, max_tokens=max_tokens
         ).stats
-        for name in (task, "all"):
+        for name in ("all", task):
             row = counts.setdefault(name, {"rounds": 0, "drafted": 0, "accepted": 0, "tokens": 0})
             row["rounds"] += stats.rounds
             row["drafted"] += stats.drafted
